@@ -1,0 +1,1 @@
+"""Prefect flows: the sequence of a run, nothing else."""

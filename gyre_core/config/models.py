@@ -1,0 +1,227 @@
+"""The sections of a run's configuration.
+
+Strict pydantic: unknown keys are refused, numbers have bounds, and rules that span sections are checked in RunConfig with
+messages that say what to change. A function takes its own section, never the whole RunConfig.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gyre_core.types import Role
+
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Slug = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, no silent coercion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(Section):
+    """The policy that is trained."""
+
+    path: Path = Field(strict=False)  # folder with config.json, tokenizer and *.safetensors (Hugging Face layout)
+    renderer: Literal["auto", "qwen3"] = "auto"  # message-to-token renderer; auto picks by the model's config.json
+    context_length: Positive = 4096  # tokens of prompt and output together, engine and trainer alike
+
+
+class DataConfig(Section):
+    """Where the problems are: folders of Harbor task directories."""
+
+    train: Path = Field(strict=False)
+    heldout: Path | None = Field(default=None, strict=False)
+
+
+class HarnessConfig(Section):
+    """The agent program that a rollout runs, unmodified. `{instruction}` and `{base_url}` are filled in."""
+
+    name: Slug = "quickstart-agent"  # selects the role table (gyre_core/trajectory/roles.py)
+    version: str = "1"
+    dialect: Literal["messages", "chat"] = "messages"
+    command: tuple[str, ...] = Field(min_length=1, strict=False)
+    env: dict[str, str] = Field(default_factory=dict)
+    read_only: tuple[Path, ...] = Field(default=(), strict=False)  # further paths the sandbox may read
+
+
+class RolloutConfig(Section):
+    """How rollouts are sampled and bounded."""
+
+    harness: HarnessConfig
+    group_size: Annotated[int, Field(ge=1)] = 16  # rollouts of one problem (published: 16)
+    groups_per_step: Positive = 8  # B: groups that one optimizer step trains
+    slots: Positive = 8  # rollouts a cell serves at once
+    time_limit_s: Seconds = 3600.0  # of the harness; a rollout that reaches it is graded for what it left
+    overall_limit_s: Seconds = 7200.0  # of harness and verifier together; beyond it the rollout is excluded
+    max_calls: Positive = 1000  # model calls of one rollout
+    max_rollout_tokens: Positive = 1_000_000  # sampled tokens of one rollout
+    max_new_tokens: Positive = 8192  # of one call, whatever the harness asks for
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    sandbox: Literal["auto", "bubblewrap", "namespaces"] = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> "RolloutConfig":
+        if self.top_p != 1.0 or self.top_k != -1:
+            raise ValueError(
+                "rollout.top_p and rollout.top_k must stay 1.0 and -1: the engine's log-probs are not renormalised for "
+                "them, so training would be biased; use rollout.temperature instead"
+            )
+        if self.overall_limit_s <= self.time_limit_s:
+            raise ValueError(
+                f"rollout.overall_limit_s ({self.overall_limit_s:g}) must exceed rollout.time_limit_s "
+                f"({self.time_limit_s:g}): the verifier needs time of its own"
+            )
+        return self
+
+
+class GradingConfig(Section):
+    """The verifier's budget and what counts as a failure of the infrastructure."""
+
+    timeout_s: Seconds = 600.0  # one verifier run, when the problem's task.toml names none
+    attempts: Annotated[int, Field(ge=1, le=10)] = 2
+    no_artifact: Literal["exclude", "zero"] = "exclude"  # "zero" is the published placeholder
+
+
+class SelectionConfig(Section):
+    """Group advantage and which branches are trained (trajectories.md sections 5 and 6)."""
+
+    max_branches: Annotated[int, Field(ge=0)] = 5  # J; 0 is uncapped
+    min_group: Annotated[int, Field(ge=1)] = 2  # included members below which a group is dropped
+    advantage_eps: Annotated[float, Field(ge=0)] = 1e-6
+    role_order: tuple[Role, ...] = Field(
+        default=(Role.MAIN, Role.MAIN_SUMMARY, Role.SUB_AGENT, Role.SUB_AGENT_SUMMARY), strict=False
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "SelectionConfig":
+        if Role.AUX in self.role_order:
+            raise ValueError("selection.role_order must not hold 'aux': auxiliary calls are never trained")
+        if not self.role_order or len(set(self.role_order)) != len(self.role_order):
+            raise ValueError("selection.role_order must name each role at most once and at least one role")
+        return self
+
+
+class TrainConfig(Section):
+    """Loss and optimizer."""
+
+    steps: Annotated[int, Field(ge=0)] = 10  # optimizer steps of the whole run
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    loss: Literal["gspo", "gspo_token"] = "gspo"
+    unit: Literal["branch", "rollout"] = "branch"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4  # GSPO's published range
+    clip_high: Annotated[float, Field(gt=0)] = 4e-4
+    reference: Literal["sampler", "burst_start"] = "sampler"
+    micro_step_tokens: Positive = 16384  # packed tokens of one micro-step
+    recompute: bool = False  # recompute activations in the backward pass
+    checkpoint_every: Positive = 1  # steps between checkpoints
+    keep_checkpoints: Positive = 2
+    threads: Annotated[int, Field(ge=0)] = 0  # CPU threads of the trainer, 0 = all cores
+
+
+class SchedulerConfig(Section):
+    """Who owns the cells when. `colocate`: one cell alternates between rollout and training."""
+
+    policy: Literal["colocate"] = "colocate"
+    burst_steps: Literal[1] = 1  # mu: optimizer steps between two publications
+    staleness: Literal[0] = 0  # k: versions between dispatch and training; colocate is on-policy
+
+
+class EngineConfig(Section):
+    """The SGLang server of a cell."""
+
+    python: Path | None = Field(default=None, strict=False)  # interpreter that has sglang; None: .venv-engine, else own
+    max_total_tokens: Positive = 65536  # KV pool
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    boot_timeout_s: Seconds = 300.0
+    call_timeout_s: Seconds = 600.0
+    threads: Annotated[int, Field(ge=1)] = 1  # OMP threads
+    extra_args: tuple[str, ...] = Field(default=(), strict=False)
+
+
+class StoreConfig(Section):
+    """Trajectories, manifests and checkpoints. None: `<run folder>/store`."""
+
+    url: str | None = None  # a folder, or s3://bucket/prefix
+    min_free_bytes: Annotated[int, Field(ge=0)] = 256 * 2**20  # refuse to start, and stop cleanly, below this
+
+
+class TransferConfig(Section):
+    """How weights reach engines. `auto`: Mooncake when it loads, else through local shared files."""
+
+    backend: Literal["auto", "mooncake", "local"] = "auto"
+
+
+class EvaluateConfig(Section):
+    """Held-out evaluation before the first step, after the last, and in between."""
+
+    every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations; 0: only before and after
+    samples: Positive = 1  # rollouts a problem
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+
+
+class PrefectConfig(Section):
+    """Where the run is shown. No api_url: a server of the run's own, on its own database."""
+
+    api_url: str | None = None
+    port: Annotated[int, Field(ge=0, le=65535)] = 4200  # 0: any free port
+    task_workers: Positive = 16  # threads that run tasks
+
+
+class RunConfig(Section):
+    """One run of training.
+
+    Example: load_run_config(Path("examples/quickstart/run.toml"))
+    """
+
+    name: Slug
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    runs_dir: Path = Field(default=Path("runs"), strict=False)
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    grading: GradingConfig = GradingConfig()
+    selection: SelectionConfig = SelectionConfig()
+    train: TrainConfig = TrainConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
+    store: StoreConfig = StoreConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    prefect: PrefectConfig = PrefectConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        rollout, selection = self.rollout, self.selection
+        if selection.min_group > rollout.group_size:
+            raise ValueError(
+                f"selection.min_group ({selection.min_group}) exceeds rollout.group_size ({rollout.group_size}): every "
+                "group would be dropped; lower the one or raise the other"
+            )
+        if rollout.max_new_tokens >= self.model.context_length:
+            raise ValueError(
+                f"rollout.max_new_tokens ({rollout.max_new_tokens}) leaves no room for a prompt in "
+                f"model.context_length ({self.model.context_length}); lower rollout.max_new_tokens"
+            )
+        if self.train.micro_step_tokens < self.model.context_length:
+            raise ValueError(
+                f"train.micro_step_tokens ({self.train.micro_step_tokens}) is below model.context_length "
+                f"({self.model.context_length}): a full-length branch would fit no micro-step; raise it"
+            )
+        if self.engine.max_total_tokens < self.model.context_length:
+            raise ValueError(
+                f"engine.max_total_tokens ({self.engine.max_total_tokens}) is below model.context_length "
+                f"({self.model.context_length}): the engine could not hold one full call; raise it"
+            )
+        if rollout.slots < 1 or rollout.group_size * rollout.groups_per_step < rollout.group_size:
+            raise ValueError("rollout.slots must serve at least one rollout")
+        return self

@@ -1,0 +1,49 @@
+"""One exception root and one type per boundary.
+
+Bad input raises ValueError (or pydantic's ValidationError, which is one). A GyreError means that a boundary of the
+system failed: the message says what happened and what to change. `assert` is for our own bugs only.
+"""
+
+
+class GyreError(Exception):
+    """Root of every error that Gyre raises at a boundary."""
+
+
+class ConfigError(GyreError, ValueError):
+    """A configuration cannot be run; the message names the key and what to change."""
+
+
+class SetupError(GyreError):
+    """The machine lacks something; the message has the command that mends it."""
+
+
+class EngineError(GyreError):
+    """An inference engine did not start, answer, or accept weights."""
+
+
+class ProxyError(GyreError):
+    """The proxy refused a request or could not keep its record."""
+
+
+class SandboxError(GyreError):
+    """A sandbox could not be built, so no harness ran in it."""
+
+
+class ProblemError(GyreError, ValueError):
+    """A problem directory is not usable; the message names the file and what it lacks."""
+
+
+class StoreError(GyreError):
+    """The object store refused, lost or held a broken object."""
+
+
+class StoreConflictError(StoreError):
+    """Another writer took the same manifest number or run; read the head again and retry."""
+
+
+class TrainError(GyreError):
+    """A micro-step or an optimizer step was refused (non-finite values, wrong shapes)."""
+
+
+class TransferError(GyreError):
+    """Bytes did not arrive whole: the transfer failed or its checksum differs."""

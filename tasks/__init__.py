@@ -1,0 +1,1 @@
+"""Prefect tasks: build objects from the config, call gyre_core, report."""
