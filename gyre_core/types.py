@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-
 TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
 BoolMask = NDArray[np.bool_]

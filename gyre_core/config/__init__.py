@@ -1,4 +1,4 @@
-"""Typed configuration: one RunConfig from TOML, checked in full before anything starts. Needs neither torch nor prefect."""
+"""Typed configuration: one RunConfig from TOML, checked in full before anything starts, without torch or prefect."""
 
 from gyre_core.config.load import load_run_config, parse_run_config
 from gyre_core.config.models import (

@@ -1,8 +1,8 @@
 """TOML in, RunConfig out; every error names the file, the key and what to change.
 
 Relative paths count from the TOML file's own folder, so a config works from any working directory; so does the place
-holder `{config_dir}` in the harness's command, environment and read-only paths. `overrides` are `key.path=value` strings
-with TOML values, as given on the command line.
+holder `{config_dir}` in the harness's command, environment and read-only paths. `overrides` are `key.path=value`
+strings with TOML values, as given on the command line.
 """
 
 import tomllib

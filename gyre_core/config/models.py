@@ -1,7 +1,7 @@
 """The sections of a run's configuration.
 
-Strict pydantic: unknown keys are refused, numbers have bounds, and rules that span sections are checked in RunConfig with
-messages that say what to change. A function takes its own section, never the whole RunConfig.
+Strict pydantic: unknown keys are refused, numbers have bounds, and rules that span sections are checked in RunConfig
+with messages that say what to change. A function takes its own section, never the whole RunConfig.
 """
 
 from pathlib import Path
@@ -13,6 +13,8 @@ from gyre_core.types import Role
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+LaxPath = Annotated[Path, Field(strict=False)]  # TOML has no paths: strings are taken
+LaxRole = Annotated[Role, Field(strict=False)]
 Slug = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 
 
@@ -25,7 +27,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The policy that is trained."""
 
-    path: Path = Field(strict=False)  # folder with config.json, tokenizer and *.safetensors (Hugging Face layout)
+    path: LaxPath  # folder with config.json, tokenizer and *.safetensors (Hugging Face layout)
     renderer: Literal["auto", "qwen3"] = "auto"  # message-to-token renderer; auto picks by the model's config.json
     context_length: Positive = 4096  # tokens of prompt and output together, engine and trainer alike
 
@@ -33,8 +35,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where the problems are: folders of Harbor task directories."""
 
-    train: Path = Field(strict=False)
-    heldout: Path | None = Field(default=None, strict=False)
+    train: LaxPath
+    heldout: LaxPath | None = None
 
 
 class HarnessConfig(Section):
@@ -45,7 +47,7 @@ class HarnessConfig(Section):
     dialect: Literal["messages", "chat"] = "messages"
     command: tuple[str, ...] = Field(min_length=1, strict=False)
     env: dict[str, str] = Field(default_factory=dict)
-    read_only: tuple[Path, ...] = Field(default=(), strict=False)  # further paths the sandbox may read
+    read_only: tuple[LaxPath, ...] = Field(default=(), strict=False)  # further paths the sandbox may read
 
 
 class RolloutConfig(Section):
@@ -94,7 +96,7 @@ class SelectionConfig(Section):
     max_branches: Annotated[int, Field(ge=0)] = 5  # J; 0 is uncapped
     min_group: Annotated[int, Field(ge=1)] = 2  # included members below which a group is dropped
     advantage_eps: Annotated[float, Field(ge=0)] = 1e-6
-    role_order: tuple[Role, ...] = Field(
+    role_order: tuple[LaxRole, ...] = Field(
         default=(Role.MAIN, Role.MAIN_SUMMARY, Role.SUB_AGENT, Role.SUB_AGENT_SUMMARY), strict=False
     )
 
@@ -139,7 +141,7 @@ class SchedulerConfig(Section):
 class EngineConfig(Section):
     """The SGLang server of a cell."""
 
-    python: Path | None = Field(default=None, strict=False)  # interpreter that has sglang; None: .venv-engine, else own
+    python: LaxPath | None = None  # interpreter that has sglang; None: .venv-engine, else own
     max_total_tokens: Positive = 65536  # KV pool
     dtype: Literal["float32", "bfloat16"] = "float32"
     boot_timeout_s: Seconds = 300.0
@@ -185,7 +187,7 @@ class RunConfig(Section):
 
     name: Slug
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    runs_dir: Path = Field(default=Path("runs"), strict=False)
+    runs_dir: LaxPath = Path("runs")
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
