@@ -18,7 +18,15 @@ class SetupError(GyreError):
 
 
 class EngineError(GyreError):
-    """An inference engine did not start, answer, or accept weights."""
+    """An inference engine did not start, answer, or accept weights.
+
+    `retryable` is True when the same call may succeed on another engine, or on this one later (it was unreachable,
+    busy or shutting down); False when the call itself or the engine's answer is at fault.
+    """
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
 
 
 class ProxyError(GyreError):
