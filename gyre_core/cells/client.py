@@ -1,0 +1,84 @@
+"""The control API of a cell host, from the side of the flow. Blocking: the flow does one thing at a time with a cell."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from gyre_core.errors import EngineError, GyreError, TrainError, TransferError
+from gyre_core.transfer.branches import branches_to_ipc
+from gyre_core.types import TrainingBranch
+
+_ERRORS: dict[str, type[GyreError]] = {
+    "TrainError": TrainError,
+    "TransferError": TransferError,
+    "EngineError": EngineError,
+}
+
+
+class CellClient:
+    """Talks to one cell host. Every method raises the GyreError that the host reports, or GyreError when it is gone.
+
+    Example: with CellClient("http://127.0.0.1:8101", secret) as cell: cell.role("train", epoch=1)
+    """
+
+    def __init__(self, url: str, secret: str, *, timeout_s: float = 3600.0) -> None:
+        self.url = url
+        self._http = httpx.Client(
+            base_url=url, headers={"Authorization": f"Bearer {secret}"}, timeout=httpx.Timeout(timeout_s, connect=5.0)
+        )
+
+    def status(self) -> dict[str, Any]:
+        """State, epoch, policy version, the engine's URL."""
+        return self._call("GET", "/status")
+
+    def role(self, to: str, *, epoch: int) -> dict[str, Any]:
+        """Move the cell to `train` or `rollout`; `epoch` must be the status's current one. Returns phases in seconds."""
+        return self._call("POST", "/role", json={"to": to, "epoch": epoch})
+
+    def micro_step(self, branches: Sequence[TrainingBranch]) -> dict[str, Any]:
+        """Forward and backward of some branches; gradients accumulate. Returns loss sums, token and clip counts."""
+        return self._call("POST", "/train/micro_step", content=branches_to_ipc(branches))
+
+    def optimizer_step(self, *, num_rollouts: int, policy_version: int) -> dict[str, Any]:
+        """Scale gradients by 1/num_rollouts, clip, step; the weights become `policy_version`. Returns the step's stats."""
+        body = {"num_rollouts": num_rollouts, "policy_version": policy_version}
+        return self._call("POST", "/train/optimizer_step", json=body)
+
+    def reset_gradients(self) -> None:
+        """Forget accumulated gradients (a step that was refused)."""
+        self._call("POST", "/train/reset", json={})
+
+    def publish(self) -> dict[str, Any]:
+        """Bring the trainer's weights into the engine, verified by checksum. Returns back end, bytes, seconds, checksum."""
+        return self._call("POST", "/publish", json={})
+
+    def save_checkpoint(self, path: str, extra: dict[str, Any]) -> dict[str, Any]:
+        """Write weights, optimizer and rng below `path`, with `extra` beside them."""
+        return self._call("POST", "/checkpoint/save", json={"path": path, "extra": extra})
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> "CellClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        try:
+            reply = self._http.request(method, path, **arguments)
+        except httpx.HTTPError as error:
+            raise GyreError(f"the cell host at {self.url} does not answer {path}: {error!r}") from error
+        if reply.status_code >= 400:
+            try:
+                body = reply.json()
+            except ValueError:
+                body = {}
+            kind = _ERRORS.get(body.get("kind", ""), GyreError)
+            raise kind(f"cell host, {path}: {body.get('error', reply.text[:500])}")
+        return reply.json()

@@ -1,0 +1,32 @@
+"""What a cell host is told at its start, as one JSON file."""
+
+from pathlib import Path
+
+from gyre_core.config.models import EngineConfig, LaxPath, Section, TrainConfig, TransferConfig
+
+
+class CellSettings(Section):
+    """One cell: an engine and a trainer on the same devices.
+
+    Example: CellSettings(cell_id="cell-0", port=8101, secret="...", model_path=Path("policy"), work_dir=Path("w"), ...)
+    """
+
+    cell_id: str
+    host: str = "127.0.0.1"
+    port: int
+    secret: str  # bearer token of the control API
+    model_path: LaxPath  # Hugging Face folder: architecture, tokenizer, first weights
+    context_length: int
+    slots: int  # calls the engine runs at once
+    seed: int
+    work_dir: LaxPath  # logs and staged weights
+    engine: EngineConfig = EngineConfig()
+    train: TrainConfig = TrainConfig()
+    transfer: TransferConfig = TransferConfig()
+    policy_version: int = 0  # version of the first weights
+    checkpoint: LaxPath | None = None  # resume: the trainer starts from it, and publishes it before serving
+
+
+def read_cell_settings(path: Path) -> CellSettings:
+    """Read settings written by the launcher; raises pydantic.ValidationError (a ValueError) for a bad file."""
+    return CellSettings.model_validate_json(path.read_text(encoding="utf-8"), strict=False)

@@ -1,0 +1,61 @@
+"""Metric records and where they go: TensorBoard and one JSON line each.
+
+Names are `area/name_unit` (`rollout/duration_s`, `train/grad_norm`, `select/tokens_trained_count`). A quantity that was
+not there is written as zero, not left out, so that curves have no holes.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+
+class MetricsWriter:
+    """Appends a run's scalars to `metrics.jsonl` and to TensorBoard event files.
+
+    Example: with MetricsWriter(Path("runs/quickstart")) as metrics: metrics.write(3, {"reward/mean": 0.5})
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._board = SummaryWriter(str(run_dir / "tensorboard"))
+        self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record scalars of a step; a non-finite value is kept as null in the JSON line and left out of TensorBoard."""
+        clean = {name: (float(value) if math.isfinite(value) else None) for name, value in values.items()}
+        self._lines.write(json.dumps({"step": step, **clean}) + "\n")
+        self._lines.flush()
+        for name, value in clean.items():
+            if value is not None:
+                self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+        self._board.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
+    """All lines of a run's metrics.jsonl, oldest first; a torn last line (killed run) is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records

@@ -1,0 +1,128 @@
+"""Child processes that end when their parent ends, however the parent ends.
+
+The parent keeps the write end of a pipe that is the child's standard input. The kernel closes it when the parent dies, a
+`kill -9` included; the child's watcher thread reads end-of-file and asks its own process to stop. Unlike PR_SET_PDEATHSIG
+this does not depend on which thread of the parent started the child.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from gyre_core.errors import GyreError
+
+logger = logging.getLogger(__name__)
+
+WATCH_FLAG = "GYRE_DIE_WITH_STDIN"  # set for children whose standard input is the parent's pipe
+
+
+class ChildProcess:
+    """One of Gyre's own programs, started in a session of its own with its output in a log file.
+
+    Example: child = ChildProcess("proxy", [sys.executable, "-m", "gyre_core.proxy", ...], log_path=Path("proxy.log"))
+    """
+
+    def __init__(
+        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {}), WATCH_FLAG: "1"},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float, error: type[GyreError]) -> None:
+        """Poll `ready` until it is true; raises `error` with the log's tail when the child dies or time runs out."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if not self.running():
+                raise error(
+                    f"{self.name} ended with exit code {self._process.returncode} while starting; its log "
+                    f"{self.log_path} ends with:\n{log_tail(self.log_path)}"
+                )
+            if time.monotonic() > deadline:
+                raise error(
+                    f"{self.name} was not ready after {timeout_s:g} s; its log {self.log_path} ends with:\n"
+                    f"{log_tail(self.log_path)}"
+                )
+            time.sleep(0.05)
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        """Ask it to end, then kill its whole process group; returns when it is gone."""
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        if self.running():
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def end_with_parent() -> None:
+    """In a child: send SIGTERM to this process when the parent's pipe closes. Does nothing when not a ChildProcess."""
+    if not os.environ.pop(WATCH_FLAG, ""):
+        return
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        logger.info("parent is gone: stopping")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def log_tail(path: Path, *, num_lines: int = 15, num_bytes: int = 65536) -> str:
+    """Last lines of a log file, for error messages; empty when there is none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - num_bytes))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(line[:400] for line in text.splitlines()[-num_lines:])
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def new_secret() -> str:
+    """256 random bits for a control API's bearer token."""
+    return secrets.token_urlsafe(32)
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module of ours with this very interpreter."""
+    return [sys.executable, "-m", module, *arguments]
