@@ -1,0 +1,48 @@
+# Gyre: every target does its own set-up (infra/setup), which costs nothing when all is up to date.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+SETUP := @bash infra/setup/setup.sh
+# Extra arguments, e.g. `make quickstart ARGS="--set seed=1"`, `make test ARGS="tests/store -x"`.
+ARGS ?=
+# Which run `make ui` shows: a run's folder; empty is the newest under runs/.
+RUN ?=
+
+.PHONY: help install engine quickstart test lint ui doctor clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+install: ## build or update both environments (.venv and .venv-engine)
+	$(SETUP) all
+
+engine: ## build or update only the SGLang server's environment (.venv-engine)
+	$(SETUP) engine
+
+quickstart: ## set up, then train the tiny agent on this machine; the last line is a JSON summary
+	$(SETUP) all
+	@.venv/bin/gyre train examples/quickstart/run.toml $(ARGS)
+
+test: ## set up, then run the tests
+	$(SETUP) all
+	@.venv/bin/python -m pytest $(ARGS)
+
+lint: ## ruff, formatting, pyright, import layers
+	$(SETUP) venv
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/pyright
+	@.venv/bin/lint-imports
+
+ui: ## open the Prefect UI on a run's own database (RUN=folder, default the newest)
+	$(SETUP) venv
+	@.venv/bin/gyre ui $(RUN)
+
+doctor: ## what is there, what is missing, and the command that mends it
+	$(SETUP) venv
+	@.venv/bin/gyre doctor $(ARGS)
+
+clean: ## remove the environments, logs and caches (never runs/)
+	@rm -rf .venv .venv-engine .setup .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
