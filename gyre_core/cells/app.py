@@ -1,0 +1,80 @@
+"""The cell host's control API: small, authenticated, JSON in and out (micro-steps come as Arrow IPC)."""
+
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gyre_core.cells.host import CellHost
+from gyre_core.cells.settings import CellSettings
+from gyre_core.errors import GyreError
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(settings: CellSettings) -> Starlette:
+    """An ASGI app that boots the cell when it starts and stops it when it ends."""
+    host = CellHost(settings)
+    expected = f"Bearer {settings.secret}".encode()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            phases = await host.start()
+            logger.info("%s is warm: %s", settings.cell_id, phases)
+            yield
+        finally:
+            await host.stop()
+
+    async def authenticate(request: Request, forward: Callable[[Request], Awaitable[Response]]) -> Response:
+        given = request.headers.get("authorization", "").encode()
+        if not secrets.compare_digest(given, expected):
+            return JSONResponse({"error": "wrong or missing bearer token", "kind": "ValueError"}, 401)
+        return await forward(request)
+
+    async def status(_: Request) -> Response:
+        return JSONResponse(host.describe())
+
+    def verb(action: Callable[[Any], Awaitable[Any]], *, raw: bool = False) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                body = await request.body() if raw else await request.json()
+                result = await action(body)
+            except (ValueError, KeyError) as error:
+                logger.warning("%s refused: %s", request.url.path, error)
+                return JSONResponse({"error": str(error), "kind": type(error).__name__}, 400)
+            except GyreError as error:
+                logger.error("%s failed: %s", request.url.path, error)
+                return JSONResponse({"error": str(error), "kind": type(error).__name__}, 500)
+            except Exception as error:
+                logger.exception("%s failed", request.url.path)
+                return JSONResponse({"error": repr(error), "kind": type(error).__name__}, 500)
+            return JSONResponse(result if result is not None else {"ok": True})
+
+        return endpoint
+
+    routes = [
+        Route("/status", status),
+        Route("/role", verb(lambda body: host.role(body["to"], epoch=body["epoch"])), methods=["POST"]),
+        Route("/train/micro_step", verb(host.micro_step, raw=True), methods=["POST"]),
+        Route("/train/optimizer_step", verb(lambda body: host.optimizer_step(**body)), methods=["POST"]),
+        Route("/train/reset", verb(lambda _: host.reset_gradients()), methods=["POST"]),
+        Route("/publish", verb(lambda _: host.publish()), methods=["POST"]),
+        Route(
+            "/checkpoint/save",
+            verb(lambda body: host.save_checkpoint(Path(body["path"]), body["extra"])),
+            methods=["POST"],
+        ),
+    ]
+    return Starlette(
+        routes=routes, lifespan=lifespan, middleware=[Middleware(BaseHTTPMiddleware, dispatch=authenticate)]
+    )

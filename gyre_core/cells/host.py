@@ -1,0 +1,217 @@
+"""The cell host: owns one engine and one trainer, keeps both warm, and switches between them.
+
+Enters: control requests (role changes, micro-steps, publications, checkpoints). Leaves: an engine that serves calls while
+the cell is in rollout, gradients and weights while it trains. Invariants: one role at a time; the engine never serves
+weights that were not verified against the trainer's; a message of an older epoch is refused.
+
+All trainer work runs on one thread of its own, in order; the control API stays responsive meanwhile.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gyre_core.cells.settings import CellSettings
+from gyre_core.engine.sglang import SGLangServer
+from gyre_core.errors import GyreError
+from gyre_core.scheduler.cell import CellState, CellStatus
+from gyre_core.train.megatron.backend import MegatronTrainer
+from gyre_core.train.packing import pack_branches
+from gyre_core.transfer.branches import branches_from_ipc
+from gyre_core.transfer.weights import WeightPublisher
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class CellHost:
+    """One cell. `start()` returns when engine and trainer are warm; `stop()` leaves no process behind.
+
+    Example: host = CellHost(settings); await host.start(); await host.role("train", epoch=0)
+    """
+
+    def __init__(self, settings: CellSettings) -> None:
+        self.settings = settings
+        self.status = CellStatus(cell_id=settings.cell_id, state=CellState.RETURNING, epoch=0)
+        self.policy_version = settings.policy_version
+        self._engine: SGLangServer | None = None
+        self._trainer: MegatronTrainer | None = None
+        self._publisher: WeightPublisher | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        self._lock = asyncio.Lock()
+        self._published: int | None = None
+
+    async def start(self) -> dict[str, float]:
+        """Boot the engine and build the trainer side by side; returns seconds by phase."""
+        started = time.monotonic()
+        settings = self.settings
+        engine = SGLangServer(
+            settings.engine,
+            settings.model_path,
+            context_length=settings.context_length,
+            slots=settings.slots,
+            seed=settings.seed,
+            log_path=settings.work_dir / "logs" / f"{settings.cell_id}-engine.log",
+            policy_version=settings.policy_version,
+        )
+        self._engine = engine
+        engine.start()
+        trainer_built = asyncio.ensure_future(self._on_trainer_thread(self._build_trainer))
+        try:
+            await asyncio.to_thread(engine.wait_ready, settings.engine.boot_timeout_s)
+            booted = time.monotonic()
+            await trainer_built
+        except BaseException:
+            trainer_built.cancel()
+            engine.stop()
+            raise
+        self._publisher = WeightPublisher(engine, settings.transfer, settings.work_dir / "weights")
+        if settings.checkpoint is not None:
+            await self.publish()
+        else:
+            self._published = self.policy_version
+        self.status = self.status.moved(CellState.ROLLOUT)
+        return {"engine_s": booted - started, "total_s": time.monotonic() - started}
+
+    async def role(self, to: str, *, epoch: int) -> dict[str, Any]:
+        """Change the role; the caller has drained the cell's calls. Returns the new status and seconds by phase.
+
+        Raises ValueError for an epoch that is not the current one or a move the state machine does not have, GyreError
+        when the weights in the engine are not the trainer's.
+        """
+        async with self._lock:
+            if epoch != self.status.epoch:
+                raise ValueError(
+                    f"epoch {epoch} is not the cell's current one ({self.status.epoch}): ask /status again"
+                )
+            started = time.monotonic()
+            if to == "train":
+                self.status = self.status.moved(CellState.DRAINING).moved(CellState.TRAINING)
+            elif to == "rollout":
+                returning = self.status.moved(CellState.RETURNING)
+                if self._published != self.policy_version:
+                    raise GyreError(
+                        f"{self.status.cell_id} holds version {self.policy_version} but its engine {self._published}: "
+                        "publish before returning to rollout"
+                    )
+                self.status = returning.moved(CellState.ROLLOUT)
+            else:
+                raise ValueError(f"role {to!r}: use train or rollout")
+            return {**self.describe(), "seconds": time.monotonic() - started}
+
+    async def micro_step(self, body: bytes) -> dict[str, Any]:
+        """Forward and backward of the branches in `body` (Arrow IPC); gradients accumulate unnormalised."""
+        self._require(CellState.TRAINING)
+        branches = branches_from_ipc(body)
+
+        def work() -> dict[str, Any]:
+            trainer = self._built_trainer()
+            started = time.monotonic()
+            packed = pack_branches(branches, self.settings.train.micro_step_tokens, unit=self.settings.train.unit)
+            packed_s = time.monotonic() - started
+            stats = [trainer.micro_step(part) for part in packed]
+            return {
+                "micro_steps": [part.keys() for part in packed],
+                "branch_tokens": sum(len(branch.token_ids) for branch in branches),
+                "packed_tokens": sum(len(part.token_ids) for part in packed),
+                "pack_s": packed_s,
+                "seconds": time.monotonic() - started,
+                **_summed(stats),
+            }
+
+        async with self._lock:
+            return await self._on_trainer_thread(work)
+
+    async def optimizer_step(self, *, num_rollouts: int, policy_version: int) -> dict[str, Any]:
+        """One optimizer step; `policy_version` must be the next one."""
+        self._require(CellState.TRAINING)
+        if policy_version != self.policy_version + 1:
+            raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
+
+        def work() -> dict[str, Any]:
+            started = time.monotonic()
+            stats = self._built_trainer().optimizer_step(num_rollouts)
+            return {**stats.as_dict(), "seconds": time.monotonic() - started}
+
+        async with self._lock:
+            stats = await self._on_trainer_thread(work)
+            self.policy_version = policy_version
+            return {**stats, "policy_version": policy_version}
+
+    async def reset_gradients(self) -> None:
+        """Drop accumulated gradients."""
+        async with self._lock:
+            await self._on_trainer_thread(lambda: self._built_trainer().reset_gradients())
+
+    async def publish(self) -> dict[str, Any]:
+        """Trainer's weights into the engine, paused meanwhile and verified by checksum."""
+        async with self._lock:
+            tensors = await self._on_trainer_thread(lambda: list(self._built_trainer().export_hf()))
+            if self._publisher is None:
+                raise GyreError(f"{self.status.cell_id} has no engine to publish to")
+            report = await self._publisher.publish(tensors, self.policy_version)
+            self._published = self.policy_version
+            return report.as_dict()
+
+    async def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> dict[str, Any]:
+        """Whole or absent: written beside `path`, then renamed."""
+
+        def work() -> dict[str, Any]:
+            started = time.monotonic()
+            self._built_trainer().save_checkpoint(path, extra)
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            return {"path": str(path), "bytes": size, "seconds": time.monotonic() - started}
+
+        async with self._lock:
+            return await self._on_trainer_thread(work)
+
+    def describe(self) -> dict[str, Any]:
+        """What /status answers."""
+        engine_alive = self._engine is not None and self._engine.running()
+        state = self.status.state if engine_alive or self._engine is None else CellState.DEAD
+        return {
+            "cell_id": self.status.cell_id,
+            "state": state.value,
+            "epoch": self.status.epoch,
+            "policy_version": self.policy_version,
+            "published_version": self._published,
+            "engine_url": self._engine.url if self._engine is not None else None,
+        }
+
+    async def stop(self) -> None:
+        """End the engine and the trainer's thread."""
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop)
+        if self._trainer is not None:
+            await self._on_trainer_thread(self._trainer.close)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _build_trainer(self) -> None:
+        settings = self.settings
+        self._trainer = MegatronTrainer(settings.model_path, settings.train, seed=settings.seed)
+        if settings.checkpoint is not None:
+            self._trainer.load_checkpoint(settings.checkpoint)
+
+    def _built_trainer(self) -> MegatronTrainer:
+        if self._trainer is None:
+            raise GyreError(f"{self.status.cell_id} has no trainer yet")
+        return self._trainer
+
+    def _require(self, state: CellState) -> None:
+        if self.status.state is not state:
+            raise ValueError(f"{self.status.cell_id} is {self.status.state}, this needs {state}")
+
+    async def _on_trainer_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _summed(stats: list[Any]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for item in stats:
+        for name, value in item.as_dict().items():
+            total[name] = total.get(name, 0) + value
+    return total
