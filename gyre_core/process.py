@@ -31,9 +31,7 @@ class ChildProcess:
     Example: child = ChildProcess("proxy", [sys.executable, "-m", "gyre_core.proxy", ...], log_path=Path("proxy.log"))
     """
 
-    def __init__(
-        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from gyre_core.proxy.settings import ProxySettings
 
 from gyre_core.cells.client import CellClient
 from gyre_core.cells.settings import CellSettings
 from gyre_core.config import RunConfig
 from gyre_core.errors import EngineError, GyreError, ProxyError
 from gyre_core.process import ChildProcess, free_port, new_secret, python_command
-from gyre_core.proxy.settings import ProxySettings
 from gyre_core.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,7 @@ from pathlib import Path
 def main() -> None:
     """Read the settings, serve the control API; ends with SIGTERM."""
     parser = argparse.ArgumentParser(prog="gyre cell", description="Run one cell: an SGLang engine and its trainer.")
-    parser.add_argument(
-        "--settings", type=Path, required=True, help="JSON file of CellSettings, written by the launcher"
-    )
+    parser.add_argument("--settings", type=Path, required=True, help="JSON file of CellSettings")
     arguments = parser.parse_args()
 
     from gyre_core.process import end_with_parent

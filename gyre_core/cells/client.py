@@ -1,4 +1,4 @@
-"""The control API of a cell host, from the side of the flow. Blocking: the flow does one thing at a time with a cell."""
+"""The control API of a cell host, from the flow's side. Blocking: one thing at a time with a cell."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -34,7 +34,7 @@ class CellClient:
         return self._call("GET", "/status")
 
     def role(self, to: str, *, epoch: int) -> dict[str, Any]:
-        """Move the cell to `train` or `rollout`; `epoch` must be the status's current one. Returns phases in seconds."""
+        """Move the cell to `train` or `rollout`; `epoch` must be the current one. Returns the new status."""
         return self._call("POST", "/role", json={"to": to, "epoch": epoch})
 
     def micro_step(self, branches: Sequence[TrainingBranch]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class CellClient:
         return self._call("POST", "/train/micro_step", content=branches_to_ipc(branches))
 
     def optimizer_step(self, *, num_rollouts: int, policy_version: int) -> dict[str, Any]:
-        """Scale gradients by 1/num_rollouts, clip, step; the weights become `policy_version`. Returns the step's stats."""
+        """Scale gradients by 1/num_rollouts, clip, step; the weights become `policy_version`. Returns stats."""
         body = {"num_rollouts": num_rollouts, "policy_version": policy_version}
         return self._call("POST", "/train/optimizer_step", json=body)
 
@@ -51,7 +51,7 @@ class CellClient:
         self._call("POST", "/train/reset", json={})
 
     def publish(self) -> dict[str, Any]:
-        """Bring the trainer's weights into the engine, verified by checksum. Returns back end, bytes, seconds, checksum."""
+        """Bring the trainer's weights into the engine, verified by checksum. Returns the report."""
         return self._call("POST", "/publish", json={})
 
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> dict[str, Any]:
