@@ -1,8 +1,8 @@
 """Calling an inference engine: token ids in, token ids and sampler log-probs out.
 
-`EngineClient` is all that the proxy needs of an engine. `SGLangClient` is the real one, over SGLang's native HTTP API; it
-adds the control verbs that publishing weights and role changes use. What leaves `generate` has been checked: ids inside the
-vocabulary, one finite log-prob an id, version spans that cover the output without gaps (engine/replies.py).
+`EngineClient` is all that the proxy needs of an engine. `SGLangClient` is the real one, over SGLang's native HTTP API,
+with the control verbs that publishing weights and role changes use. What leaves `generate` has been checked: ids inside
+the vocabulary, one finite log-prob an id, version spans that cover the output without gaps (engine/replies.py).
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class SGLangClient:
         timeout_s: float = 600.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`vocab_size` is the embedding's number of rows; `timeout_s` bounds one whole call; `transport` is for tests."""
+        """`vocab_size`: rows of the embedding. `timeout_s` bounds one whole call. `transport` is for tests."""
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be positive, not {vocab_size}")
         self.url = url.rstrip("/")
@@ -135,8 +135,8 @@ class SGLangClient:
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop sampling. New calls wait until `continue_generation`.
 
-        `retract` puts running calls back into the queue: their keys and values are computed anew afterwards, so they never
-        mix weights. `in_place` freezes them with their old keys and values. `abort` ends them with what they have.
+        `retract` puts running calls back into the queue: their keys and values are computed anew afterwards, so they
+        never mix weights. `in_place` freezes them with their old keys and values. `abort` ends them with what they have.
         """
         await self._post("/pause_generation", {"mode": mode})
 
@@ -149,13 +149,13 @@ class SGLangClient:
         reply = await self._request("POST", "/flush_cache")
         if reply.status_code != 200:
             raise EngineError(
-                f"engine {self.url} did not flush its cache: {error_message(reply.text)} (calls are running; pause with "
-                "mode 'retract' first)",
+                f"engine {self.url} did not flush its cache: {error_message(reply.text)} (calls are running; pause "
+                "with mode 'retract' first)",
                 retryable=True,
             )
 
     async def update_weights_from_disk(self, path: str, *, version: int) -> None:
-        """Load the safetensors of folder `path` (on the engine's machine) as policy version `version`, flush the cache."""
+        """Load the safetensors of folder `path` on the engine's machine as policy version `version`; flush the cache."""
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         data = await self._post("/update_weights_from_disk", body)
         if data.get("success") is not True:
@@ -168,7 +168,7 @@ class SGLangClient:
             raise EngineError(f"engine {self.url} did not take version {version}: {data.get('message', data)}")
 
     async def checksums(self) -> dict[str, str]:
-        """Hash of every parameter by the engine's own name (16 hex digits). One rank only: tensor parallel is refused."""
+        """Hash of every parameter by the engine's own name, 16 hex digits. An engine of several ranks is refused."""
         data = await self._post("/weights_checker", {"action": "checksum"})
         ranks = data.get("ranks")
         if data.get("success") is not True or not isinstance(ranks, list) or not ranks:

@@ -1,0 +1,93 @@
+"""Replacements for SGLang 0.5.23 internals that assume CUDA, where the "device" pool is ordinary host memory.
+
+What needs them: one-sided weight writes (remote-instance weights over Mooncake), the hierarchical KV cache, and
+prefill/decode disaggregation. A server that uses none of these runs without.
+"""
+
+import functools
+import inspect
+from collections.abc import Sequence
+
+import torch
+
+
+def install() -> None:
+    """Apply every hook to this process."""
+    _unpin_host_pools()
+    _replace_kv_copies()
+    _use_host_indices_in_mooncake_sender()
+    _register_weights_tensor_by_tensor()
+
+
+def _unpin_host_pools() -> None:
+    """Host KV pools need no pinned memory: nothing here has a DMA engine, and a CPU torch cannot pin."""
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+    original = HostKVCache.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init_unpinned(*args: object, **kwargs: object) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["pin_memory"] = False
+        original(*bound.args, **bound.kwargs)
+
+    HostKVCache.__init__ = init_unpinned
+
+
+def _replace_kv_copies() -> None:
+    """The copies between the device pool and the host pool, in plain indexing.
+
+    Device buffers are [token, head, dim] a layer. `layer_first` host buffers are alike; `page_first_direct` ones (what
+    Mooncake Store takes) are [page, layer, slot, head, dim].
+    """
+    import sglang.srt.mem_cache.pool_host.mha as mha
+
+    Buffers = Sequence[torch.Tensor]
+
+    def copy_layer_first(
+        sources: Buffers, targets: Buffers, source_ids: torch.Tensor, target_ids: torch.Tensor, page_size: int
+    ) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target[target_ids] = source[source_ids].reshape(target[target_ids].shape)
+
+    def load_layer_from_pages(
+        hosts: Buffers,
+        devices: Buffers,
+        host_ids: torch.Tensor,
+        device_ids: torch.Tensor,
+        layer_id: int,
+        page_size: int,
+    ) -> None:
+        page, slot = host_ids // page_size, host_ids % page_size
+        for host, device in zip(hosts, devices, strict=True):
+            device[device_ids] = host[page, layer_id, slot]
+
+    def store_layers_to_pages(
+        devices: Buffers, hosts: Buffers, device_ids: torch.Tensor, host_ids: torch.Tensor, page_size: int
+    ) -> None:
+        page, slot = host_ids // page_size, host_ids % page_size
+        num_layers = len(devices) // len(hosts)  # keys of all layers, then values of all layers
+        for index, host in enumerate(hosts):
+            for layer, device in enumerate(devices[index * num_layers : (index + 1) * num_layers]):
+                host[page, layer, slot] = device[device_ids]
+
+    mha.transfer_kv_direct = copy_layer_first
+    mha.transfer_kv_per_layer_direct_pf_lf = load_layer_from_pages
+    mha.transfer_kv_all_layer_direct_lf_pf = store_layers_to_pages
+
+
+def _use_host_indices_in_mooncake_sender() -> None:
+    """Disaggregation: the synchronous index path; the asynchronous one needs pinned memory and CUDA events."""
+    try:
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+    except ImportError:  # Mooncake is optional
+        return
+    MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def _register_weights_tensor_by_tensor() -> None:
+    """Remote-instance weights: register each parameter. The other way walks the CUDA allocator's blocks."""
+    import sglang.srt.model_loader.remote_instance_weight_loader_utils as loader_utils
+
+    loader_utils.register_memory_region_v2 = loader_utils.register_memory_region_v1
