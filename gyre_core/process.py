@@ -1,8 +1,8 @@
 """Child processes that end when their parent ends, however the parent ends.
 
-The parent keeps the write end of a pipe that is the child's standard input. The kernel closes it when the parent dies, a
-`kill -9` included; the child's watcher thread reads end-of-file and asks its own process to stop. Unlike PR_SET_PDEATHSIG
-this does not depend on which thread of the parent started the child.
+The parent keeps the write end of a pipe that is the child's standard input. The kernel closes it when the parent dies,
+a `kill -9` included; the child's watcher thread reads end-of-file and asks its own process to stop. Unlike
+PR_SET_PDEATHSIG this does not depend on which thread of the parent started the child.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""`python -m tasks.prefect_process server start ...`: Prefect's command line, ending when the process that started it ends."""
+"""`python -m tasks.prefect_process server start ...`: Prefect's command line, ending with its parent."""
 
 import sys
 

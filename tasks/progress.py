@@ -86,8 +86,8 @@ class RunProgress:
         self.note(
             f"step {step + 1}/{self._num_steps}  reward {values['reward']:.3f}  groups {values['groups']:.0f}"
             f" (dropped {values['dropped']:.0f})  grad norm {values['grad_norm']:.3f}"
-            f"  staleness {values['staleness']:.0f}  rollout {values['rollout_s']:.0f} s  train {values['train_s']:.0f} s"
-            + (f"  ETA {_duration(eta_s)}" if eta_s is not None else "")
+            f"  staleness {values['staleness']:.0f}  rollout {values['rollout_s']:.0f} s"
+            f"  train {values['train_s']:.0f} s" + (f"  ETA {_duration(eta_s)}" if eta_s is not None else "")
         )
 
     def _eta_s(self) -> float | None:

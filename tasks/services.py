@@ -40,7 +40,7 @@ class Services:
 def running_services(
     config: RunConfig, folder: RunFolder, *, policy_version: int, checkpoint: Path | None
 ) -> Iterator[Services]:
-    """Start the proxy and the cell host; raises EngineError or ProxyError with the log's tail when one does not come up."""
+    """Start the proxy and the cell host; raises EngineError or ProxyError with a log's tail."""
     folder.logs.mkdir(exist_ok=True)
     proxy_settings = ProxySettings(
         port=free_port(),

@@ -1,8 +1,8 @@
 """The cell host: owns one engine and one trainer, keeps both warm, and switches between them.
 
-Enters: control requests (role changes, micro-steps, publications, checkpoints). Leaves: an engine that serves calls while
-the cell is in rollout, gradients and weights while it trains. Invariants: one role at a time; the engine never serves
-weights that were not verified against the trainer's; a message of an older epoch is refused.
+Enters: control requests (role changes, micro-steps, publications, checkpoints). Leaves: an engine that serves calls
+while the cell is in rollout, gradients and weights while it trains. Invariants: one role at a time; the engine never
+serves weights that were not verified against the trainer's; a message of an older epoch is refused.
 
 All trainer work runs on one thread of its own, in order; the control API stays responsive meanwhile.
 """

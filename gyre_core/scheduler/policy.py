@@ -73,7 +73,7 @@ Policy = Callable[[Snapshot], Plan]
 def colocate(snapshot: Snapshot) -> Plan:
     """All cells serve until every rollout of the step has finished, all train, all serve again.
 
-    The classic alternation, kept as a baseline and for a single cell; the whole tail of the slowest rollout is idle time.
+    The classic alternation, kept as a baseline and for a single cell; the tail of the slowest rollout is idle time.
     """
     moves: list[Move] = []
     refusals: list[Move] = []
