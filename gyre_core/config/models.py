@@ -29,7 +29,7 @@ class ModelConfig(Section):
 
     path: LaxPath  # folder with config.json, tokenizer and *.safetensors (Hugging Face layout)
     renderer: Literal["auto", "qwen3"] = "auto"  # message-to-token renderer; auto picks by the model's config.json
-    context_length: Positive = 4096  # tokens of prompt and output together, engine and trainer alike
+    context_length: Positive = 16384  # tokens of prompt and output together, engine and trainer alike
 
 
 class DataConfig(Section):

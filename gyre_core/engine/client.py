@@ -136,7 +136,8 @@ class SGLangClient:
         """Stop sampling. New calls wait until `continue_generation`.
 
         `retract` puts running calls back into the queue: their keys and values are computed anew afterwards, so they
-        never mix weights. `in_place` freezes them with their old keys and values. `abort` ends them with what they have.
+        never mix weights. `in_place` freezes them with their old keys and values. `abort` ends them with what they
+        have.
         """
         await self._post("/pause_generation", {"mode": mode})
 
@@ -155,7 +156,7 @@ class SGLangClient:
             )
 
     async def update_weights_from_disk(self, path: str, *, version: int) -> None:
-        """Load the safetensors of folder `path` on the engine's machine as policy version `version`; flush the cache."""
+        """Load the safetensors of folder `path` (the engine's machine) as policy version `version`; flush the cache."""
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         data = await self._post("/update_weights_from_disk", body)
         if data.get("success") is not True:

@@ -18,8 +18,8 @@ def parse_generation(data: Json, *, num_prompt: int, vocab_size: int, rid: str) 
     """A /generate reply as a Generation.
 
     Checks that ids and log-probs have one length and agree, that log-probs are finite, that ids are in the vocabulary
-    and that version spans cover the output; anything else is an EngineError that a retry would not mend. A call that the
-    engine gave up on by itself (full queue, shutdown) is a retryable one.
+    and that version spans cover the output; anything else is an EngineError that a retry would not mend. A call that
+    the engine gave up on by itself (full queue, shutdown) is a retryable one.
     """
     try:
         meta = data["meta_info"]
