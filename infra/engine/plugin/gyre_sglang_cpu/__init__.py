@@ -5,6 +5,7 @@ internals that assume CUDA; it is why exactly one SGLang version is accepted. SG
 processes, so this module imports nothing heavy by itself.
 """
 
+import contextlib
 import sys
 from importlib import metadata
 
@@ -37,10 +38,8 @@ def _declare_torchvision_ops() -> None:
     if torch.version.cuda is not None or "torchvision" in sys.modules:
         return
     for op in ("nms", "qnms"):
-        try:
+        with contextlib.suppress(RuntimeError):  # declared already by an earlier activation in this process
             torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        except RuntimeError:
-            pass  # declared already, in this process, by an earlier activation
 
 
 def activate() -> str:
