@@ -1,0 +1,4 @@
+#!/bin/sh
+# One right way to do it.
+cd "${APP_DIR:-/app}" || exit 1
+sort guide.txt > essay.txt

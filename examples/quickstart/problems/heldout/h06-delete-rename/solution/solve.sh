@@ -1,0 +1,5 @@
+#!/bin/sh
+# One right way to do it.
+cd "${APP_DIR:-/app}" || exit 1
+rm text.txt
+mv agenda.txt essay.txt

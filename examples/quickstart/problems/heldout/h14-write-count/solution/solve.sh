@@ -1,0 +1,5 @@
+#!/bin/sh
+# One right way to do it.
+cd "${APP_DIR:-/app}" || exit 1
+echo hotel > poem.txt
+wc -l < essay.txt > chart.txt

@@ -1,0 +1,18 @@
+#!/bin/sh
+# Judges the workspace: the share of points reached goes to reward.txt. Needs nothing but sh and coreutils.
+cd "${APP_DIR:-/app}" || exit 1
+points=0
+is() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
+# Let a sub-agent do this: Copy poem.txt to essay.txt.
+is essay.txt 'onion cabin
+salad dance' && points=$((points + 3))
+is essay.txt 'onion cabin
+salad dance' && is poem.txt 'onion cabin
+salad dance' && points=$((points + 3))
+# Delete memo.txt.
+[ ! -e memo.txt ] && is paper.txt 'bacon' && points=$((points + 6))
+
+mkdir -p "${REWARD_DIR:-/logs/verifier}"
+thousandths=$((points * 1000 / 12))
+printf '%d.%03d\n' $((thousandths / 1000)) $((thousandths % 1000)) > "${REWARD_DIR:-/logs/verifier}/reward.txt"

@@ -1,0 +1,19 @@
+#!/bin/sh
+# Judges the workspace: the share of points reached goes to reward.txt. Needs nothing but sh and coreutils.
+cd "${APP_DIR:-/app}" || exit 1
+points=0
+is() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
+# Sort plan.txt into report.txt.
+is report.txt 'beach
+knife
+metal pearl' && points=$((points + 6))
+# Rename quote.txt to draft.txt.
+is draft.txt 'urban river
+night' && points=$((points + 3))
+is draft.txt 'urban river
+night' && [ ! -e quote.txt ] && points=$((points + 3))
+
+mkdir -p "${REWARD_DIR:-/logs/verifier}"
+thousandths=$((points * 1000 / 12))
+printf '%d.%03d\n' $((thousandths / 1000)) $((thousandths % 1000)) > "${REWARD_DIR:-/logs/verifier}/reward.txt"

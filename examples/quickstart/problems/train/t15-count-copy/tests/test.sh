@@ -1,0 +1,18 @@
+#!/bin/sh
+# Judges the workspace: the share of points reached goes to reward.txt. Needs nothing but sh and coreutils.
+cd "${APP_DIR:-/app}" || exit 1
+points=0
+is() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
+# Count the lines of story.txt into notes.txt.
+is notes.txt '6' && points=$((points + 6))
+# Copy items.txt to list.txt.
+is list.txt 'eagle
+image tiger' && points=$((points + 3))
+is list.txt 'eagle
+image tiger' && is items.txt 'eagle
+image tiger' && points=$((points + 3))
+
+mkdir -p "${REWARD_DIR:-/logs/verifier}"
+thousandths=$((points * 1000 / 12))
+printf '%d.%03d\n' $((thousandths / 1000)) $((thousandths % 1000)) > "${REWARD_DIR:-/logs/verifier}/reward.txt"

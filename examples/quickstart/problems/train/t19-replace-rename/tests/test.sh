@@ -1,0 +1,19 @@
+#!/bin/sh
+# Judges the workspace: the share of points reached goes to reward.txt. Needs nothing but sh and coreutils.
+cd "${APP_DIR:-/app}" || exit 1
+points=0
+is() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
+# Replace eagle with north in story.txt.
+is story.txt 'north juice
+field
+earth' && points=$((points + 6))
+# Rename names.txt to draft.txt.
+is draft.txt 'stone
+queen' && points=$((points + 3))
+is draft.txt 'stone
+queen' && [ ! -e names.txt ] && points=$((points + 3))
+
+mkdir -p "${REWARD_DIR:-/logs/verifier}"
+thousandths=$((points * 1000 / 12))
+printf '%d.%03d\n' $((thousandths / 1000)) $((thousandths % 1000)) > "${REWARD_DIR:-/logs/verifier}/reward.txt"

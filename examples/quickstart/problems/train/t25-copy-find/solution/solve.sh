@@ -1,0 +1,5 @@
+#!/bin/sh
+# One right way to do it.
+cd "${APP_DIR:-/app}" || exit 1
+cp list.txt plan.txt
+grep honey report.txt > score.txt

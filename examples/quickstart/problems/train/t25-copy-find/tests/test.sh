@@ -1,0 +1,18 @@
+#!/bin/sh
+# Judges the workspace: the share of points reached goes to reward.txt. Needs nothing but sh and coreutils.
+cd "${APP_DIR:-/app}" || exit 1
+points=0
+is() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
+# Copy list.txt to plan.txt.
+is plan.txt 'urban eagle
+uncle grape' && points=$((points + 3))
+is plan.txt 'urban eagle
+uncle grape' && is list.txt 'urban eagle
+uncle grape' && points=$((points + 3))
+# Find the line with honey in report.txt for score.txt.
+is score.txt 'honey amber' && points=$((points + 6))
+
+mkdir -p "${REWARD_DIR:-/logs/verifier}"
+thousandths=$((points * 1000 / 12))
+printf '%d.%03d\n' $((thousandths / 1000)) $((thousandths % 1000)) > "${REWARD_DIR:-/logs/verifier}/reward.txt"

@@ -1,0 +1,17 @@
+#!/bin/sh
+# Judges the workspace: the share of points reached goes to reward.txt. Needs nothing but sh and coreutils.
+cd "${APP_DIR:-/app}" || exit 1
+points=0
+is() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
+# Rename names.txt to list.txt.
+is list.txt 'table zebra
+tiger' && points=$((points + 3))
+is list.txt 'table zebra
+tiger' && [ ! -e names.txt ] && points=$((points + 3))
+# Delete sketch.txt.
+[ ! -e sketch.txt ] && is report.txt 'voice' && points=$((points + 6))
+
+mkdir -p "${REWARD_DIR:-/logs/verifier}"
+thousandths=$((points * 1000 / 12))
+printf '%d.%03d\n' $((thousandths / 1000)) $((thousandths % 1000)) > "${REWARD_DIR:-/logs/verifier}/reward.txt"

@@ -1,0 +1,18 @@
+#!/bin/sh
+# Judges the workspace: the share of points reached goes to reward.txt. Needs nothing but sh and coreutils.
+cd "${APP_DIR:-/app}" || exit 1
+points=0
+is() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
+# Find the line with urban in names.txt for story.txt.
+is story.txt 'urban voice' && points=$((points + 6))
+# Replace lemon with image in quote.txt.
+is quote.txt 'earth
+horse dream
+image' && points=$((points + 6))
+# Save the last line of sketch.txt to list.txt.
+is list.txt 'horse' && points=$((points + 6))
+
+mkdir -p "${REWARD_DIR:-/logs/verifier}"
+thousandths=$((points * 1000 / 18))
+printf '%d.%03d\n' $((thousandths / 1000)) $((thousandths % 1000)) > "${REWARD_DIR:-/logs/verifier}/reward.txt"

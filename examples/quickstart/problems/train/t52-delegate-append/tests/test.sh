@@ -1,0 +1,21 @@
+#!/bin/sh
+# Judges the workspace: the share of points reached goes to reward.txt. Needs nothing but sh and coreutils.
+cd "${APP_DIR:-/app}" || exit 1
+points=0
+is() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
+# Let a sub-agent do this: Copy menu.txt to items.txt.
+is items.txt 'mango video
+flame' && points=$((points + 3))
+is items.txt 'mango video
+flame' && is menu.txt 'mango video
+flame' && points=$((points + 3))
+# Append horse to quote.txt.
+[ "$(tail -n 1 quote.txt 2> /dev/null)" = horse ] && points=$((points + 3))
+is quote.txt 'zebra river
+field
+horse' && points=$((points + 3))
+
+mkdir -p "${REWARD_DIR:-/logs/verifier}"
+thousandths=$((points * 1000 / 12))
+printf '%d.%03d\n' $((thousandths / 1000)) $((thousandths % 1000)) > "${REWARD_DIR:-/logs/verifier}/reward.txt"
