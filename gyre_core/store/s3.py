@@ -1,0 +1,163 @@
+"""A store in an S3 bucket: written through s3fs, read through pyarrow.
+
+An object is one conditional PUT (If-None-Match: *) of bytes serialised in memory; nothing is ever streamed to a final
+key. Time-outs are short and the clients' own retries are off: failures are retried here, a bounded number of times, and
+a conflict on a retry whose object holds our bytes is the earlier attempt's success (its reply was lost).
+"""
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from gyre_core.errors import StoreConflictError, StoreError
+from gyre_core.store.storage import ObjectMissingError, check_key
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 2.0  # s3fs alone waits more than 150 s for a frozen server
+_READ_TIMEOUT_S = 5.0
+_ATTEMPTS = 5
+_FIRST_PAUSE_S = 0.2  # doubled each time: 3 s of pauses in all
+_SINGLE_PUT_BYTES = 5 * 2**30  # S3's limit of one PUT; below it no multipart upload is used
+
+
+class S3Storage:
+    """Objects below `bucket/prefix`.
+
+    Example: S3Storage.from_url("s3://gyre/runs/r1?endpoint=http://127.0.0.1:8333&region=us-east-1")
+    """
+
+    def __init__(
+        self, root: str, *, writer: Any, reader: pafs.FileSystem, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """`root` is bucket/prefix; `writer` an s3fs.S3FileSystem; `reader` a pyarrow file system of the same bucket."""
+        self._root = root.strip("/")
+        self._writer = writer
+        self._reader = reader
+        self._sleep = sleep
+
+    @classmethod
+    def from_url(cls, url: str) -> "S3Storage":
+        """Credentials come from the environment or the usual AWS files, never from the URL."""
+        import s3fs
+
+        parts = urlsplit(url)
+        options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        unknown = set(options) - {"endpoint", "region"}
+        if unknown or not parts.netloc or "@" in parts.netloc:
+            raise StoreError(
+                f"store url s3://{parts.netloc.rpartition('@')[2]}{parts.path}: use "
+                "s3://bucket/prefix[?endpoint=http://host:port&region=name], credentials come from the environment"
+            )
+        endpoint, region = options.get("endpoint"), options.get("region")
+        writer = s3fs.S3FileSystem(
+            endpoint_url=endpoint,
+            client_kwargs={"region_name": region} if region else {},
+            config_kwargs={
+                "connect_timeout": _CONNECT_TIMEOUT_S,
+                "read_timeout": _READ_TIMEOUT_S,
+                "retries": {"max_attempts": 1},
+            },
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+        writer.retries = 1
+        scheme, _, host = (endpoint or "").rpartition("://")
+        reader = pafs.S3FileSystem(
+            endpoint_override=host or None,
+            scheme=scheme or None,
+            region=region,
+            connect_timeout=_CONNECT_TIMEOUT_S,
+            request_timeout=_READ_TIMEOUT_S,
+            retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=1),
+        )
+        return cls(f"{parts.netloc}{parts.path}", writer=writer, reader=reader)
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self._root}"
+
+    def put_new(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        if len(data) > _SINGLE_PUT_BYTES:
+            raise StoreError(
+                f"{key} has {len(data)} bytes, more than one PUT holds; put the rollouts as several tables"
+            )
+
+        def put(attempt: int) -> None:
+            try:
+                self._writer.pipe_file(path, data, mode="create", chunksize=_SINGLE_PUT_BYTES)
+            except OSError as error:
+                if not _is_conflict(error):
+                    raise
+                if attempt == 0 or self.get(key) != data:
+                    raise StoreConflictError(f"{key} exists already in {self.url}") from error
+
+        self._retried(f"cannot write {key} ({len(data)} bytes)", put)
+
+    def get(self, key: str) -> bytes:
+        def read(_attempt: int) -> bytes:
+            with self._reader.open_input_stream(self._path(key)) as stream:
+                return stream.read()
+
+        return self._retried(f"cannot read {key}", read, missing=key)
+
+    def open_input(self, key: str) -> pa.NativeFile:
+        path = self._path(key)
+        return self._retried(f"cannot read {key}", lambda _attempt: self._reader.open_input_file(path), missing=key)
+
+    def size(self, key: str) -> int | None:
+        path = self._path(key)
+        info = self._retried(f"cannot look up {key}", lambda _attempt: self._reader.get_file_info(path))
+        return info.size if info.type == pafs.FileType.File else None
+
+    def list_keys(self, prefix: str) -> list[str]:
+        selector = pafs.FileSelector(self._path(prefix), allow_not_found=True, recursive=True)
+        infos = self._retried(f"cannot list {prefix}", lambda _attempt: self._reader.get_file_info(selector))
+        start = len(self._root) + 1
+        return sorted(info.path[start:] for info in infos if info.type == pafs.FileType.File)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+
+        def remove(_attempt: int) -> None:
+            try:
+                self._writer.rm_file(path)
+            except FileNotFoundError:
+                return
+
+        self._retried(f"cannot delete {key}", remove)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _retried(self, what: str, call: Callable[[int], Any], *, missing: str = "") -> Any:
+        """Call until it works, at most _ATTEMPTS times; refusals and missing objects are not retried."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        for attempt in range(_ATTEMPTS):
+            try:
+                return call(attempt)
+            except FileNotFoundError as error:
+                if missing:
+                    raise ObjectMissingError(f"{missing} is missing in {self.url}") from error
+                raise StoreError(f"{what} in {self.url}: no such bucket or object") from error
+            except PermissionError as error:
+                raise StoreError(f"{what} in {self.url}: access denied; check the AWS credentials ({error})") from error
+            except (OSError, BotoCoreError, ClientError) as error:
+                if attempt + 1 == _ATTEMPTS:
+                    raise StoreError(f"{what} in {self.url} after {_ATTEMPTS} attempts: {error}") from error
+                logger.warning("%s in %s (attempt %d of %d): %s", what, self.url, attempt + 1, _ATTEMPTS, error)
+                self._sleep(_FIRST_PAUSE_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+
+def _is_conflict(error: OSError) -> bool:
+    """A 412 shows as FileExistsError (AWS, moto) or as EINVAL with the condition in its text (SeaweedFS)."""
+    return isinstance(error, FileExistsError) or (error.errno == errno.EINVAL and "condition" in str(error).lower())

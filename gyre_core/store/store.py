@@ -1,0 +1,334 @@
+"""The store of a run: commits of immutable tables, one writer's or many writers', and what readers see of them.
+
+Enters: tables (schema.py) and a record in plain JSON, under a token that names the work. Leaves: commits in number
+order, tables, trajectories, step records.
+
+Invariants:
+- a commit is whole or not there: data objects are written first, the manifest last, and readers follow manifests only;
+- one token, one commit: a repeated commit (a lost reply, a step done again after a crash) returns the first one;
+- one number, one winner: writers that meet on a number are ordered, and `expected_head` turns a meeting into an error;
+- data objects are named by their content, so writing the same bytes again changes nothing.
+"""
+
+import contextlib
+import hashlib
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gyre_core.clock import Clock, SystemClock
+from gyre_core.errors import StoreConflictError, StoreError
+from gyre_core.store import tables as rows
+from gyre_core.store.local import LocalStorage
+from gyre_core.store.manifest import (
+    FIRST_PREVIOUS,
+    Commit,
+    ObjectRef,
+    decode_manifest,
+    encode_manifest,
+    manifest_key,
+    manifest_seq,
+    plain_json,
+)
+from gyre_core.store.records import StepRecord, step_records, steps_table
+from gyre_core.store.schema import SCHEMA_VERSION, open_parquet, read_parquet, row_groups_of, to_parquet
+from gyre_core.store.storage import ObjectMissingError, Storage, check_exclusive, open_storage
+from gyre_core.trajectory.tree import Trajectory
+from gyre_core.types import TrainingBranch
+
+STEP = "step"  # the kind of commit_step's commits
+_MARKER_KEY = "gyre-store.json"
+_MARKER = b'{"format": "gyre-store", "version": 1}\n'
+_KIND = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_TOKEN = re.compile(r"[!-~]{1,200}")
+
+
+class Store:
+    """Commits and reads. Safe to share between threads; each process opens its own.
+
+    Example:
+        store = Store.open("runs/r1/store", min_free_bytes=256 * 2**20)
+        record = StepRecord(step=0, version_before=0, version_after=1)
+        commit = store.commit_step(record, rollouts=done, branches=trained, token="r1-step-0")
+        store.read_trajectory("s0000-p07-02").tree.leaves()
+    """
+
+    def __init__(self, storage: Storage, *, clock: Clock | None = None) -> None:
+        """Wrap a backend without touching it; `open` is the way in for users."""
+        self.storage = storage
+        self._clock = clock or SystemClock()
+        self._lock = threading.RLock()
+        self._commits: list[Commit] = []
+        self._by_token: dict[str, int] = {}
+        self._by_rollout: dict[str, int] = {}
+
+    @classmethod
+    def open(cls, url: str, *, min_free_bytes: int = 0, read_only: bool = False, clock: Clock | None = None) -> "Store":
+        """Open a folder or `s3://bucket/prefix`, made when it is not there yet (unless `read_only`).
+
+        Raises StoreError when the place cannot be written exclusively, has less than `min_free_bytes` free, holds no
+        store or a newer one, or lacks a manifest in between.
+        """
+        storage = open_storage(url, min_free_bytes=min_free_bytes)
+        store = cls(storage, clock=clock)
+        if not read_only:
+            if isinstance(storage, LocalStorage):
+                storage.check_space()
+                storage.remove_leftovers()
+            check_exclusive(storage)
+            with contextlib.suppress(StoreConflictError):  # an older store: its marker is checked below
+                storage.put_new(_MARKER_KEY, _MARKER)
+        store._check_marker()
+        store._check_numbers()
+        return store
+
+    @property
+    def head(self) -> int:
+        """The newest commit's number, -1 when there is none."""
+        with self._lock:
+            self._refresh()
+            return len(self._commits) - 1
+
+    def commit(
+        self,
+        kind: str,
+        tables: Mapping[str, pa.Table | Sequence[ObjectRef]],
+        record: Mapping[str, Any],
+        token: str,
+        *,
+        expected_head: int | None = None,
+    ) -> Commit:
+        """Publish tables and a record together, or return the commit that `token` made before (`repeated` is True).
+
+        A table is a pyarrow Table or what `put_table` returned. With `expected_head`, StoreConflictError when another
+        writer has committed since. StoreError when the store cannot be written: nothing is published then. ValueError
+        for a table outside its schema, or a record that JSON cannot hold; non-finite numbers in it become null.
+        """
+        if not _KIND.fullmatch(kind):
+            raise ValueError(f"commit kind {kind!r}: use lower-case letters, digits, '_' and '-', 32 at most")
+        if not _TOKEN.fullmatch(token):
+            raise ValueError(f"commit token {token!r}: use 1 to 200 visible ASCII characters")
+        plain = plain_json(record)
+        with self._lock:
+            self._refresh()
+            if token in self._by_token:
+                return self._repeated(kind, token)
+            refs = {
+                name: (self.put_table(name, value),) if isinstance(value, pa.Table) else tuple(value)
+                for name, value in tables.items()
+            }
+            while True:
+                seq = len(self._commits)
+                if expected_head is not None and seq - 1 != expected_head:
+                    raise StoreConflictError(
+                        f"{self.storage.url}: commit {token} expected number {expected_head} to be the newest, it is "
+                        f"{seq - 1}: another writer is active. Stop one of them, read the head again and retry"
+                    )
+                data, commit = encode_manifest(
+                    seq=seq,
+                    kind=kind,
+                    token=token,
+                    record=plain,
+                    tables=refs,
+                    created_s=self._clock.now_s(),
+                    previous_sha256=self._commits[-1].sha256 if self._commits else FIRST_PREVIOUS,
+                )
+                try:
+                    self.storage.put_new(manifest_key(seq), data)
+                except StoreConflictError:
+                    self._refresh()
+                    if len(self._commits) == seq:
+                        raise StoreError(f"{manifest_key(seq)} exists but cannot be read yet; try again") from None
+                    if token in self._by_token:
+                        return self._repeated(kind, token)
+                    continue
+                self._remember(commit)
+                return commit
+
+    def commit_step(
+        self,
+        record: StepRecord,
+        *,
+        rollouts: Iterable[rows.FinishedRollout] = (),
+        branches: Iterable[TrainingBranch] = (),
+        token: str,
+        expected_head: int | None = None,
+    ) -> Commit:
+        """Publish one optimizer step with its rollouts (also dropped ones) and selected branches; see `commit`."""
+        rollouts = list(rollouts)
+        tables = rows.rollout_tables(rollouts)
+        tables["selections"] = rows.selections_table(branches, [rollout.trajectory for rollout in rollouts])
+        tables["steps"] = steps_table([record])
+        return self.commit(STEP, tables, record.summary(), token, expected_head=expected_head)
+
+    def put_table(self, name: str, table: pa.Table) -> ObjectRef:
+        """Write a table's object ahead of its commit (a long rollout as soon as it ends); invisible until committed."""
+        data = to_parquet(name, table)
+        sha256 = hashlib.sha256(data).hexdigest()
+        key = f"data/{name}/{sha256}.parquet"
+        try:
+            self.storage.put_new(key, data)
+        except StoreConflictError:
+            if self.storage.get(key) != data:
+                raise StoreError(
+                    f"{key} in {self.storage.url} is damaged: its content does not match its name; remove it and retry"
+                ) from None
+        rollout_ids = tuple(table.column("rollout_id").to_pylist()) if name == "rollouts" else ()
+        return ObjectRef(
+            key=key,
+            size_bytes=len(data),
+            sha256=sha256,
+            num_rows=table.num_rows,
+            schema_version=SCHEMA_VERSION,
+            rollout_ids=rollout_ids,
+        )
+
+    def commits(self, kind: str | None = None) -> list[Commit]:
+        """All commits (of one kind) in number order, others' included up to now."""
+        with self._lock:
+            self._refresh()
+            return [commit for commit in self._commits if kind is None or commit.kind == kind]
+
+    def latest(self, kind: str) -> Commit | None:
+        """The newest commit of a kind, None when there is none."""
+        return next(reversed(self.commits(kind)), None)
+
+    def find(self, rollout_id: str) -> Commit:
+        """The newest commit that holds a rollout; StoreError when none does."""
+        with self._lock:
+            if rollout_id not in self._by_rollout:
+                self._refresh()
+            if rollout_id not in self._by_rollout:
+                raise StoreError(f"{self.storage.url} holds no rollout {rollout_id!r}")
+            return self._commits[self._by_rollout[rollout_id]]
+
+    def read_table(self, commit: Commit, name: str) -> pa.Table:
+        """A commit's table, checksums verified; StoreError naming the object that is missing, damaged or foreign."""
+        parts = [self._read_object(name, ref) for ref in self._refs(commit, name)]
+        return pa.concat_tables(parts).combine_chunks()
+
+    def read_trajectory(self, rollout_id: str) -> Trajectory:
+        """One rollout's trajectory, reading only its own row groups."""
+        return self.read_rollout(rollout_id).trajectory
+
+    def read_rollout(self, rollout_id: str) -> rows.StoredRollout:
+        """One rollout with its grade and harness result, reading only its own row groups."""
+        commit = self.find(rollout_id)
+        parts = [self._read_rows(commit, name, rollout_id) for name in ("rollouts", "nodes", "calls", "grades")]
+        return _rebuilt(lambda: rows.read_rollouts(*parts), commit)[0]
+
+    def read_trajectories(self, commit: Commit) -> list[Trajectory]:
+        """A commit's trajectories in stored order."""
+        parts = [self.read_table(commit, name) for name in ("rollouts", "nodes", "calls")]
+        return _rebuilt(lambda: rows.read_trajectories(*parts), commit)
+
+    def read_rollouts(self, commit: Commit) -> list[rows.StoredRollout]:
+        """A commit's rollouts in stored order."""
+        parts = [self.read_table(commit, name) for name in ("rollouts", "nodes", "calls", "grades")]
+        return _rebuilt(lambda: rows.read_rollouts(*parts), commit)
+
+    def read_branches(self, commit: Commit) -> list[TrainingBranch]:
+        """The branches a step trained, exactly as they were given, in stored order."""
+        table = self.read_table(commit, "selections")
+        trajectories = self.read_trajectories(commit)
+        return _rebuilt(lambda: rows.read_branches(table, trajectories), commit)
+
+    def read_steps(self) -> list[StepRecord]:
+        """Every committed step's full record, in commit order."""
+        return [self.read_step(commit) for commit in self.commits(STEP)]
+
+    def read_step(self, commit: Commit) -> StepRecord:
+        """The full record of a step's commit."""
+        records = step_records(self.read_table(commit, "steps"))
+        if len(records) != 1:
+            raise StoreError(f"commit {commit.seq} should hold one step record, it holds {len(records)}")
+        return records[0]
+
+    def _refs(self, commit: Commit, name: str) -> tuple[ObjectRef, ...]:
+        refs = commit.tables.get(name, ())
+        if not refs:
+            raise StoreError(f"commit {commit.seq} ({commit.kind}) of {self.storage.url} has no table {name!r}")
+        return refs
+
+    def _read_object(self, name: str, ref: ObjectRef) -> pa.Table:
+        data = self.storage.get(ref.key)
+        if len(data) != ref.size_bytes:
+            raise StoreError(
+                f"{ref.key} is truncated or foreign: {len(data)} bytes, its manifest says {ref.size_bytes}"
+            )
+        if hashlib.sha256(data).hexdigest() != ref.sha256:
+            raise StoreError(f"{ref.key} is damaged: its checksum differs from its manifest's")
+        file, version = open_parquet(name, pa.BufferReader(data), key=ref.key)
+        return read_parquet(name, file, version, key=ref.key)
+
+    def _read_rows(self, commit: Commit, name: str, rollout_id: str) -> pa.Table:
+        parts = []
+        for ref in self._refs(commit, name):
+            if ref.rollout_ids and rollout_id not in ref.rollout_ids:
+                continue
+            with self.storage.open_input(ref.key) as source:
+                file, version = open_parquet(name, source, key=ref.key)
+                groups = row_groups_of(file, rollout_id)
+                parts.append(read_parquet(name, file, version, key=ref.key, row_groups=groups))
+        table = pa.concat_tables(parts)
+        return table.filter(pc.field("rollout_id") == rollout_id).combine_chunks()
+
+    def _repeated(self, kind: str, token: str) -> Commit:
+        commit = self._commits[self._by_token[token]]
+        if commit.kind != kind:
+            raise StoreError(f"token {token!r} made commit {commit.seq} of kind {commit.kind}; it cannot make a {kind}")
+        return replace(commit, repeated=True)
+
+    def _refresh(self) -> None:
+        """Take in the manifests that were written since the last look."""
+        while True:
+            key = manifest_key(len(self._commits))
+            try:
+                commit = decode_manifest(self.storage.get(key), key=key)
+            except ObjectMissingError:
+                return
+            previous = self._commits[-1].sha256 if self._commits else FIRST_PREVIOUS
+            if commit.previous_sha256 != previous:
+                raise StoreError(
+                    f"{key} in {self.storage.url} does not follow the manifest before it: one was replaced"
+                )
+            self._remember(commit)
+
+    def _remember(self, commit: Commit) -> None:
+        self._commits.append(commit)
+        self._by_token.setdefault(commit.token, commit.seq)
+        for rollout_id in commit.rollout_ids:
+            self._by_rollout[rollout_id] = commit.seq
+
+    def _check_marker(self) -> None:
+        try:
+            found = self.storage.get(_MARKER_KEY)
+        except ObjectMissingError:
+            raise StoreError(f"{self.storage.url} is no Gyre store: it has no {_MARKER_KEY}") from None
+        if found != _MARKER:
+            raise StoreError(f"{self.storage.url}: {_MARKER_KEY} names another format or version: {found[:80]!r}")
+
+    def _check_numbers(self) -> None:
+        """A manifest lost in between must not be taken for the end, or the next commit would fill its place."""
+        with self._lock:
+            self._refresh()
+            numbers = [manifest_seq(key) for key in self.storage.list_keys("manifest")]
+            beyond = [number for number in numbers if number is not None and number > len(self._commits)]
+            if beyond and self.storage.size(manifest_key(len(self._commits))) is None:
+                raise StoreError(
+                    f"{self.storage.url} lacks {manifest_key(len(self._commits))} but has number {min(beyond)}: "
+                    "restore it from a backup; nothing was changed"
+                )
+
+
+def _rebuilt(build: Any, commit: Commit) -> Any:
+    """Run a conversion; values that this Gyre does not know (an unknown role or outcome) are the store's error."""
+    try:
+        return build()
+    except (ValueError, KeyError) as error:
+        raise StoreError(f"commit {commit.seq} holds something this Gyre cannot read: {error}") from error
