@@ -148,9 +148,9 @@ class S3Storage:
                 if missing:
                     raise ObjectMissingError(f"{missing} is missing in {self.url}") from error
                 raise StoreError(f"{what} in {self.url}: no such bucket or object") from error
-            except PermissionError as error:
-                raise StoreError(f"{what} in {self.url}: access denied; check the AWS credentials ({error})") from error
             except (OSError, BotoCoreError, ClientError) as error:
+                if isinstance(error, PermissionError) or "ACCESS_DENIED" in str(error):  # s3fs, pyarrow
+                    raise StoreError(f"{what} in {self.url}: access denied; check the AWS credentials") from error
                 if attempt + 1 == _ATTEMPTS:
                     raise StoreError(f"{what} in {self.url} after {_ATTEMPTS} attempts: {error}") from error
                 logger.warning("%s in %s (attempt %d of %d): %s", what, self.url, attempt + 1, _ATTEMPTS, error)

@@ -1,4 +1,4 @@
-"""The S3 backend's decisions, against a bucket in memory that fails on demand. A real S3 server is an integration test."""
+"""The S3 backend's decisions, against a bucket in a local folder that fails on demand."""
 
 import errno
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.support.rollouts import assert_same_trajectory, finished, two_turns
 
 
 class FakeWriter:
-    """The three s3fs calls that are used, on a local folder. `faults` are raised or run, one a call, before the call."""
+    """The three s3fs calls that are used, on a local folder. `faults` are raised one a call."""
 
     def __init__(self, folder: Path, *, conflict: Callable[[str], OSError] = FileExistsError) -> None:
         self._folder = folder
