@@ -159,6 +159,13 @@ class RolloutSpec:
     dispatch_version: int  # policy version at dispatch; staleness counts from it
     seed: int  # seeds the rollout's sampling
 
+    @property
+    def label(self) -> str:
+        """The name people see: `step 12 / rollout p07-03` (steps count from 1), or the dispatch's own name."""
+        if self.step >= 0:
+            return f"step {self.step + 1} / rollout {self.problem_id}-{self.member:02d}"
+        return f"{self.group_id} / rollout {self.problem_id}-{self.member:02d}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessResult:

@@ -109,6 +109,13 @@ def ensure_server(config: PrefectConfig, runs_dir: Path, *, timeout_s: float = 1
     return PrefectServer(api_url, process, address_file)
 
 
+def flush_logs() -> None:
+    """Send what Prefect's log handler still holds; call before stopping a server."""
+    from prefect.logging.handlers import APILogHandler
+
+    APILogHandler.flush()
+
+
 def _prefect_command() -> list[str]:
     from gyre_core.process import python_command
 

@@ -67,6 +67,7 @@ def create_app(settings: CellSettings) -> Starlette:
         Route("/role", verb(lambda body: host.role(body["to"], epoch=body["epoch"])), methods=["POST"]),
         Route("/train/micro_step", verb(host.micro_step, raw=True), methods=["POST"]),
         Route("/train/optimizer_step", verb(lambda body: host.optimizer_step(**body)), methods=["POST"]),
+        Route("/train/skip_step", verb(lambda body: host.skip_step(**body)), methods=["POST"]),
         Route("/train/reset", verb(lambda _: host.reset_gradients()), methods=["POST"]),
         Route("/publish", verb(lambda _: host.publish()), methods=["POST"]),
         Route(

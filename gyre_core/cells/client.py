@@ -38,13 +38,17 @@ class CellClient:
         return self._call("POST", "/role", json={"to": to, "epoch": epoch})
 
     def micro_step(self, branches: Sequence[TrainingBranch]) -> dict[str, Any]:
-        """Forward and backward of some branches; gradients accumulate. Returns loss sums, token and clip counts."""
+        """Forward and backward of some branches; gradients accumulate. Returns keys by micro-step and their stats."""
         return self._call("POST", "/train/micro_step", content=branches_to_ipc(branches))
 
     def optimizer_step(self, *, num_rollouts: int, policy_version: int) -> dict[str, Any]:
         """Scale gradients by 1/num_rollouts, clip, step; the weights become `policy_version`. Returns stats."""
         body = {"num_rollouts": num_rollouts, "policy_version": policy_version}
         return self._call("POST", "/train/optimizer_step", json=body)
+
+    def skip_step(self, *, policy_version: int) -> dict[str, Any]:
+        """A step without any gradient: only the version advances."""
+        return self._call("POST", "/train/skip_step", json={"policy_version": policy_version})
 
     def reset_gradients(self) -> None:
         """Forget accumulated gradients (a step that was refused)."""

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from gyre_core.errors import GyreError
 from gyre_core.scheduler.cell import CellState, CellStatus
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.packing import pack_branches
+from gyre_core.train.stats import combine_stats
 from gyre_core.transfer.branches import branches_from_ipc
 from gyre_core.transfer.weights import WeightPublisher
 
@@ -111,17 +113,11 @@ class CellHost:
         def work() -> dict[str, Any]:
             trainer = self._built_trainer()
             started = time.monotonic()
-            packed = pack_branches(branches, self.settings.train.micro_step_tokens, unit=self.settings.train.unit)
-            packed_s = time.monotonic() - started
-            stats = [trainer.micro_step(part) for part in packed]
-            return {
-                "micro_steps": [part.keys() for part in packed],
-                "branch_tokens": sum(len(branch.token_ids) for branch in branches),
-                "packed_tokens": sum(len(part.token_ids) for part in packed),
-                "pack_s": packed_s,
-                "seconds": time.monotonic() - started,
-                **_summed(stats),
-            }
+            train = self.settings.train
+            packed = pack_branches(branches, train.micro_step_tokens, unit=train.unit, skip_zero_advantage=True)
+            stats = combine_stats([asdict(trainer.micro_step(part)) for part in packed])
+            keys = [[(key.rollout_id, key.branch) for key in part.branches] for part in packed]
+            return {"keys": keys, "stats": stats, "seconds": time.monotonic() - started}
 
         async with self._lock:
             return await self._on_trainer_thread(work)
@@ -135,12 +131,21 @@ class CellHost:
         def work() -> dict[str, Any]:
             started = time.monotonic()
             stats = self._built_trainer().optimizer_step(num_rollouts)
-            return {**stats.as_dict(), "seconds": time.monotonic() - started}
+            return {**asdict(stats), "seconds": time.monotonic() - started}
 
         async with self._lock:
             stats = await self._on_trainer_thread(work)
             self.policy_version = policy_version
             return {**stats, "policy_version": policy_version}
+
+    async def skip_step(self, *, policy_version: int) -> dict[str, Any]:
+        """A step without any gradient: the version advances, weights and optimizer state stay as they are."""
+        self._require(CellState.TRAINING)
+        async with self._lock:
+            if policy_version != self.policy_version + 1:
+                raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
+            self.policy_version = policy_version
+            return {"grad_norm": 0.0, "policy_version": policy_version}
 
     async def reset_gradients(self) -> None:
         """Drop accumulated gradients."""
@@ -155,7 +160,7 @@ class CellHost:
                 raise GyreError(f"{self.status.cell_id} has no engine to publish to")
             report = await self._publisher.publish(tensors, self.policy_version)
             self._published = self.policy_version
-            return report.as_dict()
+            return asdict(report)
 
     async def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> dict[str, Any]:
         """Whole or absent: written beside `path`, then renamed."""
@@ -207,11 +212,3 @@ class CellHost:
 
     async def _on_trainer_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _summed(stats: list[Any]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for item in stats:
-        for name, value in item.as_dict().items():
-            total[name] = total.get(name, 0) + value
-    return total

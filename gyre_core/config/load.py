@@ -34,13 +34,15 @@ def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return parse_run_config(tree, base_dir=path.resolve().parent, source=str(path), overrides=overrides)
+
+
+def parse_run_config(
+    tree: dict[str, Any], *, base_dir: Path, source: str = "config", overrides: Iterable[str] = ()
+) -> RunConfig:
+    """Check a configuration given as nested dicts; relative paths are resolved against `base_dir`."""
     for override in overrides:
         _apply_override(tree, override)
-    return parse_run_config(tree, base_dir=path.resolve().parent, source=str(path))
-
-
-def parse_run_config(tree: dict[str, Any], *, base_dir: Path, source: str = "config") -> RunConfig:
-    """Check a configuration given as nested dicts; relative paths are resolved against `base_dir`."""
     for keys in _PATH_KEYS:
         _resolve_path(tree, keys, base_dir)
     _fill_config_dir(tree, base_dir)

@@ -125,8 +125,7 @@ class TrainConfig(Section):
     reference: Literal["sampler", "burst_start"] = "sampler"
     micro_step_tokens: Positive = 16384  # packed tokens of one micro-step
     recompute: bool = False  # recompute activations in the backward pass
-    checkpoint_every: Positive = 1  # steps between checkpoints
-    keep_checkpoints: Positive = 2
+    keep_checkpoints: Positive = 2  # every committed step has one; older ones are removed
     threads: Annotated[int, Field(ge=0)] = 0  # CPU threads of the trainer, 0 = all cores
 
 

@@ -1,0 +1,80 @@
+"""The flow `train`: one run of training, resumable at any step.
+
+    for each step:
+        dispatch_rollouts -> run_groups (execute, grade, process, complete) -> rebalance_cells (to training)
+          -> stream_train -> publish_weights -> commit_step -> rebalance_cells (back to rollout)
+
+Who waits for whom: training waits for the step's last group (policy `colocate`), publication for the optimizer step, the
+next dispatch for the verified publication. What a killed process leaves is whole: groups are committed as they complete,
+the step as its last act; resuming reads both and goes on with what is missing.
+"""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from flows.evaluate import evaluate_heldout
+from flows.rollout import run_groups
+from gyre_core.config import RunConfig
+from gyre_core.store import StepRecord
+from tasks.context import Box, RunContext
+from tasks.publishing import commit_step, publish_weights
+from tasks.rollouts import dispatch_rollouts
+from tasks.runs import open_run
+from tasks.scheduling import rebalance_cells
+from tasks.summary import report_step, report_totals, run_summary
+from tasks.trajectories import CompleteGroup, stored_groups
+from tasks.training import stream_train
+
+logger = logging.getLogger(__name__)
+
+
+@flow(
+    name="train",
+    flow_run_name="{run_id}",
+    task_runner=ThreadPoolTaskRunner(max_workers=64),  # pyright: ignore[reportArgumentType]
+    validate_parameters=False,
+    persist_result=False,
+)
+def train(config: RunConfig, run_id: str, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Train from the run's last committed step to `train.steps`; returns the summary that `gyre train` prints."""
+    started = time.monotonic()
+    with open_run(config, Path(config.runs_dir), run_id, resume=resume, quiet=quiet) as run:
+        report_totals(run)
+        if run.policy_version == 0:
+            evaluate_heldout(run, "before", policy_version=0)
+        for step in range(run.policy_version, config.train.steps):
+            train_step(run, step)
+        evaluate_heldout(run, "after", policy_version=config.train.steps)
+        report_totals(run)
+        return {**run_summary(run), "wall_s": round(time.monotonic() - started, 1)}
+
+
+def train_step(run: RunContext, step: int) -> StepRecord:
+    """One step, from dispatch to commit."""
+    label = step + 1
+    started = time.monotonic()
+    planned = dispatch_rollouts(run, step, label).value
+    stored = stored_groups(run, step)
+    missing = [group for group in planned if group[0].group_id not in stored]
+    dispatched = sum(len(group) for group in planned)
+    run.progress.begin(f"step {label}: rollouts", num_rollouts=sum(len(group) for group in missing))
+    groups: list[CompleteGroup] = [*stored.values(), *run_groups(run, missing)]
+    rollout_s = time.monotonic() - started
+    counters = {"dispatched": dispatched, "finished": dispatched}
+    run.progress.begin(f"step {label}: training")
+    rebalance_cells(run, label, **counters, ready_groups=len(groups), untrained_groups=len(groups))
+    trained = stream_train(run, label, Box(groups))
+    run.progress.begin(f"step {label}: publishing")
+    published = publish_weights(run, label)
+    record = commit_step(run, label, Box(groups), trained, published, rollout_s).value
+    rebalance_cells(run, label, **counters, ready_groups=0, untrained_groups=0)
+    report_step(run, record)
+    every = run.config.evaluate.every
+    if every and label % every == 0 and label < run.config.train.steps:
+        evaluate_heldout(run, f"step-{label}", policy_version=label)
+    return record

@@ -1,0 +1,166 @@
+"""The `gyre` command: errors become one clear message and a non-zero exit code; tracebacks only with GYRE_DEBUG=1.
+
+Standard output holds results (with --json: one JSON object, last line); everything else goes to standard error.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gyre_core.errors import GyreError
+
+app = typer.Typer(
+    name="gyre",
+    help="Elastic reinforcement learning for coding agents. Start with: gyre doctor; gyre train CONFIG; gyre inspect.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Measurements: each prints a table, or one JSON object with --json.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+ConfigArgument = Annotated[Path, typer.Argument(help="run configuration (TOML)", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+RunsDirOption = Annotated[Path, typer.Option("--runs-dir", help="folder of runs")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="override a key: --set train.steps=4 (repeatable)")]
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """One line of JSON on standard output, the last thing a command prints there."""
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    run: Annotated[str | None, typer.Option("--run", help="name of the run; default: config name and time")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the newest run of this config, or --run's")] = False,
+    overrides: SetOption = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress on standard error")] = False,
+) -> None:
+    """Train a policy: rollouts, grading, selection, optimizer steps, publication. Ends with one JSON line."""
+    from gyre_core.cli.train import run_training
+
+    print_result(run_training(config, run_id=run, resume=resume, overrides=overrides or [], quiet=quiet))
+
+
+@app.command()
+def evaluate(
+    config: ConfigArgument,
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="a run's checkpoint folder")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="evaluate this run's newest checkpoint")] = None,
+    overrides: SetOption = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress on standard error")] = False,
+) -> None:
+    """Held-out reward of a policy: the config's own model, or a run's newest checkpoint. Ends with one JSON line."""
+    from gyre_core.cli.train import run_evaluation
+
+    print_result(
+        run_evaluation(config, from_run=run, checkpoint=checkpoint, overrides=overrides or [], quiet=quiet)
+    )
+
+
+@app.command()
+def inspect(
+    run: Annotated[str | None, typer.Argument(help="run (default: the newest)")] = None,
+    rollout: Annotated[str | None, typer.Argument(help="rollout id, whole or any unique part of it")] = None,
+    runs_dir: RunsDirOption = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """Show a run's steps and rollouts, or one rollout's tree with its trained tokens marked."""
+    from gyre_core.cli.inspect import inspect_rollout, inspect_run
+
+    result, text = (
+        inspect_run(runs_dir, run) if rollout is None else inspect_rollout(runs_dir, run or "", rollout)
+    )
+    if as_json:
+        print_result(result)
+    else:
+        sys.stdout.write(text + "\n")
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Report what this machine has and lacks, with the exact command that mends it. Exit code 1 when something lacks."""
+    from gyre_core.doctor import run_checks
+
+    checks = run_checks()
+    missing = [check for check in checks if check.ok == "missing"]
+    if as_json:
+        rows = [
+            {"name": check.name, "ok": check.ok, "detail": check.detail, "fix": check.fix_command} for check in checks
+        ]
+        print_result({"ok": not missing, "checks": rows})
+    else:
+        for check in checks:
+            mark = {"ok": "ok     ", "warn": "warn   ", "missing": "MISSING"}[check.ok]
+            sys.stdout.write(f"{mark} {check.name}: {check.detail}\n")
+            if check.fix_command:
+                sys.stdout.write(f"        mend it with: {check.fix_command}\n")
+    if missing:
+        raise typer.Exit(1)
+
+
+@app.command()
+def ui(
+    runs_dir: RunsDirOption = Path("runs"),
+    port: Annotated[int, typer.Option(help="port of the UI; 0: any free one")] = 4200,
+) -> None:
+    """Serve the Prefect UI on the database of a folder of runs, until interrupted."""
+    from gyre_core.cli.ui import serve_ui
+
+    serve_ui(runs_dir, port)
+
+
+@app.command()
+def proxy(settings: Annotated[Path, typer.Option("--settings", help="JSON file of ProxySettings")]) -> None:
+    """Run one proxy process (a run starts its own)."""
+    from gyre_core.proxy.__main__ import main as proxy_main
+
+    sys.argv = ["gyre proxy", "--settings", str(settings)]
+    proxy_main()
+
+
+@app.command()
+def cell(settings: Annotated[Path, typer.Option("--settings", help="JSON file of CellSettings")]) -> None:
+    """Run one cell host (a run starts its own)."""
+    from gyre_core.cells.__main__ import main as cell_main
+
+    sys.argv = ["gyre cell", "--settings", str(settings)]
+    cell_main()
+
+
+@bench_app.command()
+def parity(
+    run: Annotated[str | None, typer.Argument(help="run (default: the newest)")] = None,
+    runs_dir: RunsDirOption = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """Sampler against trainer log-probs on a recorded run, and tree-packed against branch-by-branch training."""
+    from gyre_core.bench.parity import bench_parity
+
+    result = bench_parity(runs_dir, run)
+    if as_json:
+        print_result(result)
+    else:
+        for name, value in result.items():
+            sys.stdout.write(f"{name:36s} {value}\n")
+
+
+def main() -> None:
+    """Entry point of the `gyre` script."""
+    try:
+        app()
+    except (GyreError, ValueError) as error:
+        if os.environ.get("GYRE_DEBUG"):
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; continue a training run with `gyre train CONFIG --resume`\n")
+        sys.exit(130)

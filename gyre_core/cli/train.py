@@ -1,0 +1,109 @@
+"""`gyre train` and `gyre evaluate`: find or make the run, show it in Prefect, run the flow."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gyre_core.config import RunConfig, load_run_config, parse_run_config
+from gyre_core.errors import ConfigError
+from gyre_core.run_folder import RunFolder, list_runs
+
+# What may change when a run is continued: how long it goes on and what it may use, never what it learns from.
+_RESUMABLE_KEYS = ("train.steps", "rollout.slots", "evaluate.", "prefect.", "engine.", "store.min_free_bytes")
+
+
+def run_training(
+    config_path: Path, *, run_id: str | None, resume: bool, overrides: Sequence[str], quiet: bool
+) -> dict[str, Any]:
+    """Run or continue a training; returns the summary."""
+    config = load_run_config(config_path, overrides)
+    if resume:
+        run_id, config = _resumed(config, run_id, overrides)
+    else:
+        run_id = run_id or time.strftime(f"{config.name}-%Y%m%d-%H%M%S")
+
+    def call() -> dict[str, Any]:
+        from flows.train import train
+
+        return train(config, run_id, resume=resume, quiet=quiet)
+
+    return _in_prefect(config, call, quiet=quiet)
+
+
+def run_evaluation(
+    config_path: Path, *, from_run: str | None, checkpoint: Path | None, overrides: Sequence[str], quiet: bool
+) -> dict[str, Any]:
+    """Held-out reward of a model; returns it with its counts."""
+    config = load_run_config(config_path, overrides)
+    if from_run is not None:
+        if checkpoint is not None:
+            raise ConfigError("give --run or --checkpoint, not both")
+        checkpoint = newest_checkpoint(RunFolder.open(config.runs_dir, from_run))
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise ConfigError(f"no checkpoint folder {checkpoint}")
+    if config.data.heldout is None:
+        raise ConfigError("data.heldout is not set: there is nothing to evaluate on")
+    run_id = time.strftime(f"{config.name}-eval-%Y%m%d-%H%M%S")
+    path = str(checkpoint.resolve()) if checkpoint is not None else None
+
+    def call() -> dict[str, Any]:
+        from flows.evaluate import evaluate
+
+        return evaluate(config, run_id, checkpoint=path, quiet=quiet)
+
+    return _in_prefect(config, call, quiet=quiet)
+
+
+def newest_checkpoint(folder: RunFolder) -> Path:
+    """The newest checkpoint of a run; raises ConfigError when it has none."""
+    found = sorted(folder.checkpoints.glob("version-*"))
+    if not found:
+        raise ConfigError(f"run {folder.run_id} has no checkpoint yet")
+    return found[-1]
+
+
+def _resumed(config: RunConfig, run_id: str | None, overrides: Sequence[str]) -> tuple[str, RunConfig]:
+    """The run to continue, with the configuration it was started with."""
+    if run_id is None:
+        known = list_runs(config.runs_dir, config.name)
+        if not known:
+            raise ConfigError(f"no run of {config.name!r} in {config.runs_dir} to resume; start one without --resume")
+        run_id = known[-1]
+    for override in overrides:
+        if not override.strip().startswith(_RESUMABLE_KEYS):
+            raise ConfigError(
+                f"--set {override} would change what run {run_id} learns from; on --resume only "
+                f"{', '.join(key.rstrip('.') for key in _RESUMABLE_KEYS)} may change. Start a new run instead"
+            )
+    folder = RunFolder.open(config.runs_dir, run_id)
+    stored = folder.config().model_dump(mode="json")
+    return run_id, parse_run_config(stored, base_dir=folder.path, source=str(folder.path), overrides=overrides)
+
+
+def _in_prefect(config: RunConfig, call: Any, *, quiet: bool) -> dict[str, Any]:
+    from tasks.prefect_server import ensure_server
+    from tasks.runs import check_inputs
+
+    check_inputs(config)  # before anything starts: bad input must not cost a server's boot
+    logging.getLogger("gyre_core").setLevel(logging.INFO)
+    config.runs_dir.mkdir(parents=True, exist_ok=True)
+    server = ensure_server(config.prefect, config.runs_dir)
+    if not quiet:
+        sys.stderr.write(f"Prefect UI: {server.ui_url} (after the run: make ui)\n")
+    try:
+        return call()
+    finally:
+        _flush_prefect_logs()
+        server.stop()
+
+
+def _flush_prefect_logs() -> None:
+    """Log lines still on their way to the API must arrive before its server ends."""
+    if "prefect" in sys.modules and os.environ.get("PREFECT_API_URL"):
+        from tasks.prefect_server import flush_logs
+
+        flush_logs()

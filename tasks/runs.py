@@ -1,0 +1,101 @@
+"""Opening a run: everything is checked before anything starts, then built once.
+
+Order: folder and its lock, problems, store, sandbox, then the processes (proxy, cell). A run that is opened again starts
+from its last committed step: version, checkpoint and groups come from the store, never from memory or guesses.
+"""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from gyre_core.config import RunConfig
+from gyre_core.errors import ConfigError, StoreError
+from gyre_core.grading.problems import Problem, load_problems
+from gyre_core.metrics import MetricsWriter
+from gyre_core.rollout.sandbox import Sandbox
+from gyre_core.run_folder import RunFolder
+from gyre_core.store import Store
+from tasks.context import RunContext
+from tasks.progress import RunProgress
+from tasks.reporting import RunReporter
+from tasks.scheduling import open_engines
+from tasks.services import running_services
+
+logger = logging.getLogger(__name__)
+
+
+def check_inputs(config: RunConfig) -> tuple[dict[str, Problem], dict[str, Problem]]:
+    """Training and held-out problems by id; raises ConfigError or ProblemError for what cannot be run."""
+    if not (config.model.path / "config.json").is_file():
+        raise ConfigError(f"model.path {config.model.path} holds no config.json: give a Hugging Face checkpoint folder")
+    problems = {problem.problem_id: problem for problem in load_problems(config.data.train)}
+    heldout: dict[str, Problem] = {}
+    if config.data.heldout is not None:
+        heldout = {problem.problem_id: problem for problem in load_problems(config.data.heldout)}
+    shared = sorted(problems.keys() & heldout.keys())
+    if shared:
+        raise ConfigError(
+            f"data.heldout shares {len(shared)} problem(s) with data.train ({', '.join(shared[:3])} ...): held-out reward "
+            "would measure memory; move or rename them"
+        )
+    return problems, heldout
+
+
+@contextlib.contextmanager
+def open_run(
+    config: RunConfig, runs_dir: Path, run_id: str, *, resume: bool, quiet: bool, checkpoint: Path | None = None
+) -> Iterator[RunContext]:
+    """Build a run's context and its processes; all are gone when the block ends, whatever ends it."""
+    folder = RunFolder.open(runs_dir, run_id) if resume else RunFolder.create(config, run_id)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folder.owned())
+        problems, heldout = check_inputs(config)
+        store = Store.open(config.store.url or folder.store_url, min_free_bytes=config.store.min_free_bytes)
+        steps = store.commits("step")
+        policy_version = int(steps[-1].record["version_after"]) if steps else 0
+        if steps:
+            checkpoint = folder.checkpoints / str(steps[-1].record["checkpoint"])
+            if not checkpoint.is_dir():
+                raise StoreError(
+                    f"the last committed step of {run_id} names the checkpoint {checkpoint}, which is not there; restore "
+                    "it, or start a new run"
+                )
+        _clear_leftovers(folder)
+        sandbox = Sandbox(config.rollout.sandbox)
+        progress = stack.enter_context(RunProgress(run_id, num_steps=config.train.steps, quiet=quiet))
+        progress.resume_at(policy_version)
+        progress.note(
+            f"run {run_id}: {len(problems)} training and {len(heldout)} held-out problems, sandbox {sandbox.kind}; "
+            + (f"resuming after step {policy_version}" if resume else "starting engine, trainer and proxy")
+        )
+        services = stack.enter_context(
+            running_services(config, folder, policy_version=policy_version, checkpoint=checkpoint)
+        )
+        reporter = RunReporter(run_id, num_steps=config.train.steps)
+        run = RunContext(
+            config=config,
+            folder=folder,
+            store=store,
+            problems=problems,
+            heldout=heldout,
+            services=services,
+            sandbox=sandbox,
+            progress=progress,
+            reporter=reporter,
+            metrics=stack.enter_context(MetricsWriter(folder.path)),
+            policy_version=policy_version,
+        )
+        open_engines(run)
+        reporter.store_link(config.store.url or folder.store_url)
+        run.mark_span("switch")
+        progress.note("engine, trainer and proxy are ready")
+        yield run
+
+
+def _clear_leftovers(folder: RunFolder) -> None:
+    """Workspaces and proxy journals of rollouts that a killed process left: their groups were not committed."""
+    for path in (folder.work, folder.journal):
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True, exist_ok=True)
