@@ -97,7 +97,7 @@ class Store:
     def commit(
         self,
         kind: str,
-        tables: Mapping[str, pa.Table | Sequence[ObjectRef]],
+        tables: Mapping[str, pa.Table] | Mapping[str, pa.Table | Sequence[ObjectRef]],
         record: Mapping[str, Any],
         token: str,
         *,
@@ -159,12 +159,25 @@ class Store:
         token: str,
         expected_head: int | None = None,
     ) -> Commit:
-        """Publish one optimizer step with its rollouts (also dropped ones) and selected branches; see `commit`."""
-        rollouts = list(rollouts)
-        tables = rows.rollout_tables(rollouts)
-        tables["selections"] = rows.selections_table(branches, [rollout.trajectory for rollout in rollouts])
-        tables["steps"] = steps_table([record])
+        """Publish one optimizer step; see `commit`.
+
+        `rollouts` (dropped ones too) and `branches` are those that earlier commits of the step do not hold yet.
+        """
+        tables = {**_tables(rollouts, branches), "steps": steps_table([record])}
         return self.commit(STEP, tables, record.summary(), token, expected_head=expected_head)
+
+    def commit_rollouts(
+        self,
+        kind: str,
+        rollouts: Iterable[rows.FinishedRollout],
+        branches: Iterable[TrainingBranch],
+        record: Mapping[str, Any],
+        token: str,
+        *,
+        expected_head: int | None = None,
+    ) -> Commit:
+        """Publish finished rollouts (a complete group) with the branches selected from them; see `commit`."""
+        return self.commit(kind, _tables(rollouts, branches), record, token, expected_head=expected_head)
 
     def put_table(self, name: str, table: pa.Table) -> ObjectRef:
         """Write a table's object ahead of its commit (a long rollout as soon as it ends); invisible until committed."""
@@ -324,6 +337,12 @@ class Store:
                     f"{self.storage.url} lacks {manifest_key(len(self._commits))} but has number {min(beyond)}: "
                     "restore it from a backup; nothing was changed"
                 )
+
+
+def _tables(rollouts: Iterable[rows.FinishedRollout], branches: Iterable[TrainingBranch]) -> dict[str, pa.Table]:
+    rollouts = list(rollouts)
+    selections = rows.selections_table(branches, [rollout.trajectory for rollout in rollouts])
+    return {**rows.rollout_tables(rollouts), "selections": selections} if rollouts else {}
 
 
 def _rebuilt(build: Any, commit: Commit) -> Any:

@@ -66,6 +66,25 @@ def test_commit_step_everything_comes_back(store: Store) -> None:
         assert_same_branch(branch, branch_of(two_turns(rollout_id), 3))
 
 
+def test_commit_rollouts_a_group_first_and_its_step_later(store: Store) -> None:
+    branches = [branch_of(two_turns("r0"), 3)]
+    group = store.commit_rollouts("group", [finished("r0"), finished("r1", reward=None)], branches, {"g": 1}, "g1")
+    step = store.commit_step(step_record(0), token="run-step-0")
+    assert sorted(step.tables) == ["steps"]
+    assert group.rollout_ids == ("r0", "r1")
+    assert store.find("r1") == group
+    assert store.read_rollout("r1").grade.reward is None
+    assert_same_branch(store.read_branches(group)[0], branches[0])
+    assert store.read_step(step) == step_record(0)
+    assert verify(store).num_rollouts == 2
+
+
+def test_commit_rollouts_a_branch_of_another_rollout_is_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match="branch 0 of r9: that rollout is not in this commit"):
+        store.commit_rollouts("group", [finished("r0")], [branch_of(two_turns("r9"), 3)], {}, "g1")
+    assert store.head == -1
+
+
 def test_commit_numbers_follow_and_kinds_are_told_apart(store: Store) -> None:
     commit_step(store, 0, "r0")
     evaluation = store.commit("evaluation", {}, {"reward_mean": 0.5}, "run-eval-0")
