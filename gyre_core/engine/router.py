@@ -71,12 +71,17 @@ class RouterState:
     next_ticket: int = 0
 
     def set_engines(self, engines: Iterable[EngineSlot], version: int) -> None:
-        """Replace the list; what runs on engines that stay keeps its slots, failures are forgotten."""
+        """Replace the list and forget failures; calls that run keep their slots, on engines that leave the list too."""
         old = self.engines
         self.engines = {
             engine.url: _Engine(slots=engine.slots, busy=old[engine.url].busy if engine.url in old else 0)
             for engine in engines
         }
+        for url, engine in old.items():
+            if engine.busy and url not in self.engines:
+                self.engines[url] = _Engine(
+                    slots=0, busy=engine.busy
+                )  # no new call; comes back with what it still runs
         self.version = version
 
     def enqueue(self, session_id: str) -> int:

@@ -1,0 +1,232 @@
+"""Messages without a dialect, and their hashes.
+
+Enters: one request's messages as a dialect reads them. Leaves: `Message` records for the renderer and `MessageKey`
+hashes for the recorder. Two messages with equal `form` mean the same: JSON arguments are compared parsed (key order and
+the spelling of numbers are free), whitespace at line ends and around texts does not count, nor do reasoning and ids.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+import xxhash
+
+from gyre_core.proxy.refusal import bad_request
+from gyre_core.trajectory.recorder import MessageKey
+from gyre_core.trajectory.roles import RequestFacts
+from gyre_core.types import FinishReason, Json
+
+_MEDIA = ("image", "image_url", "input_image", "document", "file", "input_audio")
+MAX_DEPTH = 128  # nesting of JSON that is compared by meaning; deeper arguments are compared as text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A tool call of an assistant message.
+
+    Example: ToolCall(call_id="toolu_1", name="bash", arguments={"command": "ls"})
+    """
+
+    call_id: str
+    name: str
+    arguments: Any  # parsed JSON; the raw text when it is not JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation.
+
+    Example: Message(role="tool", text="a.txt", tool_call_id="toolu_1")
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
+    text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""  # of the call that a tool message answers
+    signatures: tuple[str, ...] = ()  # of reasoning blocks, minted by the proxy
+
+    def key(self) -> MessageKey:
+        """The hashes by which the recorder matches it."""
+        if self.role != "assistant":
+            form = _digest([self.role, self.text.strip(), self.tool_call_id])
+            return MessageKey(is_assistant=False, exact=form, form=form)
+        calls = [[call.call_id, call.name, call.arguments] for call in self.tool_calls]
+        text = trimmed(self.text)
+        return MessageKey(
+            is_assistant=True,
+            exact=_digest([self.text, self.reasoning, calls]),
+            form=_digest([text, [[call.name, canonical_json(call.arguments)] for call in self.tool_calls]]),
+            joins=tuple(call.call_id for call in self.tool_calls if call.call_id) + self.signatures,
+            empty=not text and not self.tool_calls,
+        )
+
+    def to_renderer(self) -> Json:
+        """The message in the form of the `renderers` library."""
+        message: Json = {"role": self.role, "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        if self.role == "tool":
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A harness's request, whatever its dialect. Messages stay as they came until somebody needs them normalised."""
+
+    dialect: str
+    model: str
+    raw_messages: Sequence[Json]  # the system prompt first, where the dialect has it apart
+    normalise: Callable[[Json], tuple[Message, ...]]  # an assistant message gives exactly one
+    tools: tuple[Json, ...] = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False  # chat: a last chunk with the usage
+    wants_reasoning: bool = True  # whether the harness is shown reasoning
+    temperature: float | None = None  # what the harness would have liked
+    facts: RequestFacts = field(default_factory=lambda: RequestFacts(headers={}))
+
+    def messages(self, start: int = 0) -> list[Message]:
+        """The messages from raw message `start` on, normalised."""
+        return [message for raw in self.raw_messages[start:] for message in self.normalise(raw)]
+
+    def context_key(self) -> bytes:
+        """Hash of what precedes the messages: the tools."""
+        return _digest(list(self.tools))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the harness is given for one call, before a dialect writes it."""
+
+    call_id: str
+    text: str
+    reasoning: str
+    signature: str  # of the reasoning shown, "" when none is
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: FinishReason
+    stop_sequence: str  # the stop string that ended the text, "" when none did
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+    created_s: float
+
+    def message(self) -> Message:
+        """The reply as the assistant message that a faithful harness sends back."""
+        return Message(
+            role="assistant",
+            text=self.text,
+            reasoning=self.reasoning if self.signature else "",
+            tool_calls=self.tool_calls,
+            signatures=(self.signature,) if self.signature else (),
+        )
+
+
+class KeyCache:
+    """Message keys by the fingerprint of the raw message: a message is normalised once a session."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, tuple[MessageKey, ...]] = {}
+
+    def keys(self, request: ChatRequest) -> tuple[list[MessageKey], list[int]]:
+        """Keys of all messages, and for each raw message where its keys begin.
+
+        Raises Refusal for a message that is nested too deeply or has a form that the dialect does not know.
+        """
+        keys: list[MessageKey] = []
+        starts: list[int] = []
+        prefix = request.dialect.encode()
+        for raw in request.raw_messages:
+            starts.append(len(keys))
+            try:
+                fingerprint = xxhash.xxh3_128_digest(prefix + orjson.dumps(raw))
+            except TypeError as error:
+                raise bad_request(f"messages: a message cannot be read ({error})") from error
+            known = self._keys.get(fingerprint)
+            if known is None:
+                known = tuple(message.key() for message in request.normalise(raw))
+                self._keys[fingerprint] = known
+            keys.extend(known)
+        return keys, starts
+
+
+def trimmed(text: str) -> str:
+    """Text without whitespace at line ends and around it."""
+    return "\n".join(line.rstrip() for line in text.split("\n")).strip()
+
+
+def canonical_json(value: Any) -> Any:
+    """A JSON value in a form that equals for equal meanings: sorted keys, 5.0 as 5, trimmed strings."""
+    try:
+        return _canonical(value, 0)
+    except _TooDeepError:
+        return trimmed(orjson.dumps(value).decode())
+
+
+def parse_arguments(text: str) -> Any:
+    """JSON arguments of a tool call; the text itself when it is no JSON (or nested absurdly deep)."""
+    try:
+        value = orjson.loads(text)
+        orjson.dumps(value)
+    except (orjson.JSONDecodeError, TypeError):
+        return text
+    return value
+
+
+def joined_text(parts: Sequence[str]) -> str:
+    """The text of several content blocks."""
+    return "\n".join(part for part in parts if part)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise a 400 in the dialect's form unless `condition` holds."""
+    if not condition:
+        raise bad_request(message)
+
+
+def as_text(value: Any) -> str:
+    """The text of a content block of unknown kind: its `text`, else its JSON without cache marks."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        if isinstance(value.get("text"), str):
+            return value["text"]
+        if value.get("type") in _MEDIA:
+            return f"[{value['type']} not shown: the policy reads text only]"
+        value = {key: item for key, item in value.items() if key != "cache_control"}
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    except TypeError as error:
+        raise bad_request(f"messages: a content block cannot be read ({error})") from error
+
+
+class _TooDeepError(Exception):
+    pass
+
+
+def _canonical(value: Any, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise _TooDeepError
+    if isinstance(value, dict):
+        return {str(key): _canonical(value[key], depth + 1) for key in sorted(value, key=str)}
+    if isinstance(value, list):
+        return [_canonical(item, depth + 1) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return trimmed(value) if isinstance(value, str) else value
+
+
+def _digest(value: Any) -> bytes:
+    try:
+        return xxhash.xxh3_128_digest(orjson.dumps(value, default=str))
+    except TypeError as error:
+        raise bad_request(f"messages: a message cannot be read ({error})") from error

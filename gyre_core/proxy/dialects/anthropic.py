@@ -1,0 +1,285 @@
+"""The Anthropic Messages API (2023-06-01), as clients of its official SDKs see it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from gyre_core.proxy.conversation import ChatRequest, Message, Reply, ToolCall, as_text, joined_text, require
+from gyre_core.proxy.dialects.base import sse
+from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
+from gyre_core.trajectory.roles import RequestFacts
+from gyre_core.types import FinishReason, Json
+
+BILLING_PREFIX = "x-anthropic-billing-header:"  # varies between calls that mean the same; not for the policy
+
+_ERRORS = {
+    RefusalKind.BAD_REQUEST: (400, "invalid_request_error"),
+    RefusalKind.CONTEXT_LENGTH: (400, "invalid_request_error"),
+    RefusalKind.AUTHENTICATION: (401, "authentication_error"),
+    RefusalKind.FORBIDDEN: (403, "permission_error"),
+    RefusalKind.NOT_FOUND: (404, "not_found_error"),
+    RefusalKind.TOO_LARGE: (413, "request_too_large"),
+    RefusalKind.UNAVAILABLE: (529, "overloaded_error"),
+    RefusalKind.INTERNAL: (500, "api_error"),
+}
+
+
+class MessagesDialect:
+    """POST /v1/messages and /v1/messages/count_tokens."""
+
+    name = "messages"
+
+    def parse(self, body: Json, headers: Mapping[str, str]) -> ChatRequest:
+        """Read a request body; `max_tokens` may be missing (count_tokens)."""
+        raw = body.get("messages")
+        require(isinstance(raw, list) and bool(raw), "messages: at least one message is required")
+        assert isinstance(raw, list)
+        for index, message in enumerate(raw):
+            require(
+                isinstance(message, dict) and message.get("role") in ("user", "assistant", "system"),
+                f"messages.{index}: an object with role user or assistant is required",
+            )
+        system = body.get("system")
+        max_tokens = body.get("max_tokens")
+        require(
+            max_tokens is None or (isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0),
+            "max_tokens: a positive integer is required",
+        )
+        stop = body.get("stop_sequences") or []
+        require(isinstance(stop, list) and all(isinstance(s, str) for s in stop), "stop_sequences: strings required")
+        thinking = body.get("thinking")
+        tools = _tools(body.get("tools"))
+        messages = ([{"role": "system", "content": system}] if system else []) + raw
+        return ChatRequest(
+            dialect=self.name,
+            model=str(body.get("model", "")),
+            raw_messages=messages,
+            normalise=_normalise,
+            tools=tools,
+            max_tokens=max_tokens,
+            stop=tuple(s for s in stop if s),
+            stream=body.get("stream") is True,
+            wants_reasoning=isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"),
+            temperature=_number(body.get("temperature")),
+            facts=RequestFacts(
+                headers=headers,
+                system=_system_facts(system),
+                last_user=_last_user(raw),
+                tool_names=tuple(tool["function"]["name"] for tool in tools),
+                output_format=_output_format(body),
+            ),
+        )
+
+    def mint_tool_call_id(self, unique: str) -> str:
+        """As the API names them."""
+        return f"toolu_{unique}"
+
+    def reply_body(self, reply: Reply, request: ChatRequest) -> Json:
+        """A `message` object."""
+        return {
+            "id": f"msg_{reply.call_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": request.model,
+            "content": _blocks(reply),
+            "stop_reason": _stop_reason(reply),
+            "stop_sequence": reply.stop_sequence or None,
+            "usage": _usage(reply),
+        }
+
+    def reply_events(self, reply: Reply, request: ChatRequest) -> Iterator[bytes]:
+        """message_start, blocks, message_delta, message_stop."""
+        body = self.reply_body(reply, request)
+        usage = body["usage"]
+        start = {**body, "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message={**start, "usage": {**usage, "output_tokens": 1}})
+        yield _event("ping")
+        for index, block in enumerate(body["content"]):
+            empty, deltas = _deltas(block)
+            yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        yield _event(
+            "message_delta",
+            delta={"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]},
+            usage=usage,
+        )
+        yield _event("message_stop")
+
+    def error(self, refusal: Refusal) -> tuple[int, Json]:
+        """`{"type": "error", ...}`."""
+        status, kind = _ERRORS[refusal.kind]
+        return status, {"type": "error", "error": {"type": kind, "message": refusal.message}}
+
+
+def _normalise(raw: Json) -> tuple[Message, ...]:
+    role, content = raw["role"], raw.get("content")
+    if role == "assistant":
+        return (_assistant(content),)
+    if role == "system":
+        return (Message(role="system", text=joined_text(_system_texts(content))),)
+    if isinstance(content, str):
+        return (Message(role="user", text=content),)
+    require(isinstance(content, list), "messages: content must be a string or a list of blocks")
+    assert isinstance(content, list)
+    messages: list[Message] = []
+    texts: list[str] = []
+    for block in content:
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            if texts:
+                messages.append(Message(role="user", text=joined_text(texts)))
+                texts = []
+            result = block.get("content", "")
+            parts = result if isinstance(result, list) else [result] if result is not None else []
+            messages.append(
+                Message(
+                    role="tool",
+                    text=joined_text([as_text(part) for part in parts]),
+                    tool_call_id=str(block.get("tool_use_id", "")),
+                )
+            )
+        else:
+            texts.append(as_text(block))
+    if texts or not messages:
+        messages.append(Message(role="user", text=joined_text(texts)))
+    return tuple(messages)
+
+
+def _assistant(content: Any) -> Message:
+    if isinstance(content, str):
+        return Message(role="assistant", text=content)
+    require(isinstance(content, list), "messages: content must be a string or a list of blocks")
+    texts: list[str] = []
+    reasoning: list[str] = []
+    signatures: list[str] = []
+    calls: list[ToolCall] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "thinking":
+            reasoning.append(as_text(block.get("thinking", "")))
+            if isinstance(block.get("signature"), str) and block["signature"]:
+                signatures.append(block["signature"])
+        elif kind == "tool_use":
+            calls.append(
+                ToolCall(
+                    call_id=str(block.get("id", "")),
+                    name=str(block.get("name", "")),
+                    arguments=block.get("input", {}),
+                )
+            )
+        elif kind != "redacted_thinking":
+            texts.append(as_text(block))
+    return Message(
+        role="assistant",
+        text=joined_text(texts),
+        reasoning=joined_text(reasoning),
+        tool_calls=tuple(calls),
+        signatures=tuple(signatures),
+    )
+
+
+def _system_texts(system: Any) -> list[str]:
+    blocks = system if isinstance(system, list) else [system]
+    return [text for text in map(as_text, blocks) if not text.startswith(BILLING_PREFIX)]
+
+
+def _system_facts(system: Any) -> str:
+    if not system:
+        return ""
+    return "\n".join(map(as_text, system if isinstance(system, list) else [system]))
+
+
+def _last_user(messages: Sequence[Json]) -> tuple[str, ...]:
+    for message in reversed(messages):
+        if message["role"] == "user":
+            content = message.get("content")
+            if isinstance(content, str):
+                return (content,)
+            if isinstance(content, list):
+                texts = (block.get("text") for block in content if isinstance(block, dict))
+                return tuple(text for text in texts if isinstance(text, str))
+            return ()
+    return ()
+
+
+def _output_format(body: Json) -> str:
+    config = body.get("output_config")
+    form = (config.get("format") if isinstance(config, dict) else None) or body.get("output_format")
+    return str(form.get("type", "")) if isinstance(form, dict) else ""
+
+
+def _tools(tools: Any) -> tuple[Json, ...]:
+    if not tools:
+        return ()
+    require(
+        isinstance(tools, list) and all(isinstance(t, dict) and isinstance(t.get("name"), str) for t in tools),
+        "tools: a list of objects with a name is required",
+    )
+    return tuple(
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                "description": str(tool.get("description", "")),
+                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    )
+
+
+def _blocks(reply: Reply) -> list[Json]:
+    blocks: list[Json] = []
+    if reply.signature:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": reply.signature})
+    if reply.text or not reply.tool_calls:  # an empty reply has one empty text block: clients read content[0]
+        blocks.append({"type": "text", "text": reply.text})
+    for call in reply.tool_calls:
+        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": call.arguments})
+    return blocks
+
+
+def _deltas(block: Json) -> tuple[Json, list[Json]]:
+    if block["type"] == "thinking":
+        return {"type": "thinking", "thinking": "", "signature": ""}, [
+            {"type": "thinking_delta", "thinking": block["thinking"]},
+            {"type": "signature_delta", "signature": block["signature"]},
+        ]
+    if block["type"] == "tool_use":
+        return {**block, "input": {}}, [
+            {"type": "input_json_delta", "partial_json": ""},
+            {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()},
+        ]
+    return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}] if block["text"] else []
+
+
+def _stop_reason(reply: Reply) -> str:
+    if reply.finish_reason is FinishReason.LENGTH:
+        return "max_tokens"
+    if reply.stop_sequence:
+        return "stop_sequence"
+    return "tool_use" if reply.tool_calls else "end_turn"
+
+
+def _usage(reply: Reply) -> Json:
+    return {
+        "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": reply.cached_tokens,
+        "output_tokens": reply.output_tokens,
+        "service_tier": "standard",
+    }
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise bad_request("temperature: a number is required")
+    return float(value)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse(orjson.dumps({"type": kind, **fields}), kind)

@@ -1,0 +1,245 @@
+"""The OpenAI Chat Completions API, as clients of its official SDKs see it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from gyre_core.proxy.conversation import (
+    ChatRequest,
+    Message,
+    Reply,
+    ToolCall,
+    as_text,
+    joined_text,
+    parse_arguments,
+    require,
+)
+from gyre_core.proxy.dialects.base import sse
+from gyre_core.proxy.refusal import Refusal, RefusalKind
+from gyre_core.trajectory.roles import RequestFacts
+from gyre_core.types import FinishReason, Json
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # compared, not hashed: values are wild
+_ERRORS: dict[RefusalKind, tuple[int, str, str | None]] = {
+    RefusalKind.BAD_REQUEST: (400, "invalid_request_error", None),
+    RefusalKind.CONTEXT_LENGTH: (400, "invalid_request_error", "context_length_exceeded"),
+    RefusalKind.AUTHENTICATION: (401, "invalid_request_error", "invalid_api_key"),
+    RefusalKind.FORBIDDEN: (403, "insufficient_permissions", "session_closed"),
+    RefusalKind.NOT_FOUND: (404, "invalid_request_error", "unknown_url"),
+    RefusalKind.TOO_LARGE: (413, "invalid_request_error", "request_too_large"),
+    RefusalKind.UNAVAILABLE: (503, "server_error", "overloaded"),
+    RefusalKind.INTERNAL: (500, "server_error", None),
+}
+
+
+class ChatDialect:
+    """POST /v1/chat/completions."""
+
+    name = "chat"
+
+    def parse(self, body: Json, headers: Mapping[str, str]) -> ChatRequest:
+        """Read a request body."""
+        raw = body.get("messages")
+        require(isinstance(raw, list) and bool(raw), "messages: at least one message is required")
+        assert isinstance(raw, list)
+        for index, message in enumerate(raw):
+            require(
+                isinstance(message, dict) and message.get("role") in _ROLES,
+                f"messages[{index}]: an object with a known role is required",
+            )
+        num_choices = body.get("n")
+        require(num_choices in (None, 1), "n: only one choice a call is served")
+        max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+        require(
+            max_tokens is None or (isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0),
+            "max_tokens: a positive integer is required",
+        )
+        stop = body.get("stop") or []
+        stop = [stop] if isinstance(stop, str) else stop
+        require(isinstance(stop, list) and all(isinstance(s, str) for s in stop), "stop: strings are required")
+        temperature = body.get("temperature")
+        require(
+            temperature is None or (isinstance(temperature, int | float) and not isinstance(temperature, bool)),
+            "temperature: a number is required",
+        )
+        options = body.get("stream_options")
+        tools = _tools(body.get("tools"))
+        form = body.get("response_format")
+        return ChatRequest(
+            dialect=self.name,
+            model=str(body.get("model", "")),
+            raw_messages=raw,
+            normalise=_normalise,
+            tools=tools,
+            max_tokens=max_tokens,
+            stop=tuple(s for s in stop if s),
+            stream=body.get("stream") is True,
+            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            temperature=None if temperature is None else float(temperature),
+            facts=RequestFacts(
+                headers=headers,
+                system=_system_facts(raw),
+                last_user=_last_user(raw),
+                tool_names=tuple(tool["function"]["name"] for tool in tools),
+                output_format=str(form.get("type", "")) if isinstance(form, dict) else "",
+            ),
+        )
+
+    def mint_tool_call_id(self, unique: str) -> str:
+        """As the API names them."""
+        return f"call_{unique}"
+
+    def reply_body(self, reply: Reply, request: ChatRequest) -> Json:
+        """A `chat.completion` object."""
+        message: Json = {"role": "assistant", "content": reply.text if reply.text or not reply.tool_calls else None}
+        message["refusal"] = None
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = [_tool_call(call) for call in reply.tool_calls]
+        return {
+            "id": f"chatcmpl-{reply.call_id}",
+            "object": "chat.completion",
+            "created": int(reply.created_s),
+            "model": request.model,
+            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}],
+            "usage": _usage(reply),
+        }
+
+    def reply_events(self, reply: Reply, request: ChatRequest) -> Iterator[bytes]:
+        """Chunks: role, reasoning, content, tool calls, finish reason, usage when asked for, [DONE]."""
+        deltas: list[Json] = [{"role": "assistant", "content": ""}]
+        if reply.reasoning:
+            deltas.append({"reasoning_content": reply.reasoning})
+        if reply.text:
+            deltas.append({"content": reply.text})
+        for index, call in enumerate(reply.tool_calls):
+            whole = _tool_call(call)
+            arguments = whole["function"]["arguments"]
+            first = {**whole, "index": index, "function": {"name": call.name, "arguments": ""}}
+            deltas.append({"tool_calls": [first]})
+            deltas.append({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
+        head = {
+            "id": f"chatcmpl-{reply.call_id}",
+            "object": "chat.completion.chunk",
+            "created": int(reply.created_s),
+            "model": request.model,
+        }
+        for delta in deltas:
+            yield _chunk(head, [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+        yield _chunk(head, [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(reply)}])
+        if request.include_usage:
+            yield _chunk({**head, "usage": _usage(reply)}, [])
+        yield sse(b"[DONE]")
+
+    def error(self, refusal: Refusal) -> tuple[int, Json]:
+        """`{"error": {...}}`."""
+        status, kind, code = _ERRORS[refusal.kind]
+        return status, {"error": {"message": refusal.message, "type": kind, "param": None, "code": code}}
+
+
+def _normalise(raw: Json) -> tuple[Message, ...]:
+    role = raw["role"]
+    content = raw.get("content")
+    require(content is None or isinstance(content, str | list), "messages: content must be a string or a list of parts")
+    text = content if isinstance(content, str) else joined_text([as_text(part) for part in content or ()])
+    if role in {"system", "developer"}:
+        return (Message(role="system", text=text),)
+    if role == "user":
+        return (Message(role="user", text=text),)
+    if role in {"tool", "function"}:
+        return (Message(role="tool", text=text, tool_call_id=str(raw.get("tool_call_id", ""))),)
+    calls = raw.get("tool_calls") or []
+    require(
+        isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls),
+        "messages: tool_calls must be a list of function calls",
+    )
+    reasoning = raw.get("reasoning_content") or raw.get("reasoning") or ""
+    return (
+        Message(
+            role="assistant",
+            text=text,
+            reasoning=reasoning if isinstance(reasoning, str) else "",
+            tool_calls=tuple(_parsed_call(call) for call in calls),
+        ),
+    )
+
+
+def _parsed_call(call: Json) -> ToolCall:
+    arguments = call["function"].get("arguments", "")
+    return ToolCall(
+        call_id=str(call.get("id", "")),
+        name=str(call["function"].get("name", "")),
+        arguments=parse_arguments(arguments) if isinstance(arguments, str) else arguments,
+    )
+
+
+def _tool_call(call: ToolCall) -> Json:
+    arguments = orjson.dumps(call.arguments).decode()
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _system_facts(messages: Sequence[Json]) -> str:
+    texts = []
+    for message in messages:
+        if message["role"] not in {"system", "developer"}:
+            break
+        texts.append(_normalise(message)[0].text)
+    return "\n".join(texts)
+
+
+def _last_user(messages: Sequence[Json]) -> tuple[str, ...]:
+    for message in reversed(messages):
+        if message["role"] == "user":
+            content = message.get("content")
+            if isinstance(content, str):
+                return (content,)
+            if isinstance(content, list):
+                texts = (part.get("text") for part in content if isinstance(part, dict))
+                return tuple(text for text in texts if isinstance(text, str))
+            return ()
+    return ()
+
+
+def _tools(tools: Any) -> tuple[Json, ...]:
+    if not tools:
+        return ()
+    require(isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools), "tools: a list is required")
+    functions = [tool.get("function") for tool in tools]
+    require(
+        all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions),
+        "tools: functions with a name are required",
+    )
+    return tuple(
+        {
+            "type": "function",
+            "function": {
+                "name": function["name"],
+                "description": str(function.get("description", "")),
+                "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+            },
+        }
+        for function in functions
+        if function is not None
+    )
+
+
+def _finish_reason(reply: Reply) -> str:
+    if reply.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if reply.tool_calls else "stop"
+
+
+def _usage(reply: Reply) -> Json:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.output_tokens,
+        "total_tokens": reply.prompt_tokens + reply.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reply.reasoning_tokens},
+    }
+
+
+def _chunk(head: Json, choices: list[Json]) -> bytes:
+    return sse(orjson.dumps({**head, "choices": choices}))

@@ -1,0 +1,134 @@
+"""One call on whatever engines there are: waits for a slot, survives engines that fail, keeps partial outputs.
+
+Enters: a prompt's exact ids and how to sample. Leaves: one `Generation` whose spans name every policy version that
+sampled a part of it. An engine that ends a call early (its cell changes role, it stops) is not an end: the call goes on
+elsewhere, or on the same engine when it returns, with prompt + partial output as its prompt.
+"""
+
+import contextlib
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gyre_core.engine.client import EngineClient
+from gyre_core.engine.router import Grant, Router
+from gyre_core.errors import EngineError
+from gyre_core.types import FinishReason, Generation, SamplingParams, VersionSpan
+
+logger = logging.getLogger(__name__)
+
+
+class Sampler:
+    """Runs calls on the router's engines; one for a proxy process."""
+
+    def __init__(self, router: Router, connect: Callable[[str], EngineClient], *, attempts: int) -> None:
+        """`connect` makes the client of an engine's url; `attempts` bounds tries in a row that bring no token."""
+        self.router = router
+        self.counters: Counter[str] = Counter()
+        self._connect = connect
+        self._clients: dict[str, EngineClient] = {}
+        self._attempts = attempts
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session_id: str, call_id: str, seed: int | None
+    ) -> Generation:
+        """Sample until the call really ends.
+
+        Raises EngineError when engines failed `attempts` times in a row or one gave an answer that no retry mends,
+        ValueError for a prompt that no engine may see. Cancelling aborts the call on its engine.
+        """
+        parts: list[Generation] = []
+        num_done = 0
+        fruitless = 0
+        while True:
+            grant = await self.router.acquire(session_id)
+            failed = False
+            try:
+                generation = await self._client(grant).generate(
+                    [*prompt_ids, *(int(i) for part in parts for i in part.output_ids)],
+                    replace(
+                        params,
+                        max_new_tokens=params.max_new_tokens - num_done,
+                        seed=call_seed(seed, call_id, len(parts)),
+                    ),
+                    rid=f"{session_id}/{call_id}/{grant.ticket}",
+                    cache_salt=str(grant.version),
+                )
+                # An abort without a token is an engine that stops working: let it rest like one that failed.
+                failed = not len(generation.output_ids)
+            except EngineError as error:
+                failed = True
+                self.counters["engine_errors"] += 1
+                fruitless += 1
+                logger.warning("call %s on %s, try %d: %s", call_id, grant.url, fruitless, error)
+                if not error.retryable or fruitless >= self._attempts:
+                    raise
+                continue
+            finally:
+                self.router.release(grant, failed=failed)
+            if len(generation.output_ids):
+                parts.append(generation)
+                num_done += len(generation.output_ids)
+                fruitless = 0
+            else:
+                fruitless += 1
+                if fruitless >= self._attempts:
+                    raise EngineError(f"call {call_id}: {fruitless} tries without a token", retryable=True)
+            if generation.finish_reason is not FinishReason.ABORT or num_done >= params.max_new_tokens:
+                if parts:
+                    return joined(parts, prompt_tokens=len(prompt_ids))
+                continue
+            self.counters["calls_resumed"] += 1
+            logger.info("call %s was interrupted on %s after %d tokens", call_id, grant.url, num_done)
+
+    async def keep_only(self, urls: Sequence[str]) -> None:
+        """Close the clients of engines that are gone and have no calls."""
+        busy = {url for url, engine in self.router.state.engines.items() if engine.busy}
+        for url in set(self._clients) - set(urls) - busy:
+            with contextlib.suppress(Exception):
+                await self._clients.pop(url).aclose()
+
+    async def aclose(self) -> None:
+        """Close all clients."""
+        while self._clients:
+            await self._clients.popitem()[1].aclose()
+
+    def _client(self, grant: Grant) -> EngineClient:
+        if grant.url not in self._clients:
+            self._clients[grant.url] = self._connect(grant.url)
+        return self._clients[grant.url]
+
+
+def joined(parts: Sequence[Generation], *, prompt_tokens: int) -> Generation:
+    """Successive parts of one output as one generation; neighbouring spans of one version are joined."""
+    spans: list[VersionSpan] = []
+    offset = 0
+    for part in parts:
+        for span in part.spans:
+            start, end = span.start + offset, span.end + offset
+            if spans and spans[-1].version == span.version and spans[-1].end == start:
+                spans[-1] = replace(spans[-1], end=end)
+            else:
+                spans.append(VersionSpan(version=span.version, start=start, end=end))
+        offset += len(part.output_ids)
+    last = parts[-1].finish_reason
+    return Generation(
+        output_ids=np.concatenate([part.output_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        finish_reason=FinishReason.LENGTH if last is FinishReason.ABORT else last,
+        spans=tuple(spans),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=parts[0].cached_tokens,
+    )
+
+
+def call_seed(seed: int | None, call_id: str, part: int) -> int | None:
+    """A sampling seed that depends on the session's seed, the call and the part only: [0, 2**31)."""
+    if seed is None:
+        return None
+    text = f"{seed}/{call_id.rpartition('-')[2]}/{part}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1

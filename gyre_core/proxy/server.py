@@ -1,0 +1,381 @@
+"""The proxy's HTTP surface: harnesses on one side, the flow's admin on the other.
+
+Enters: HTTP. Leaves: replies in each API's own form. A harness names its session by a base URL (`/s/<session id>`, 128
+random bits) or by its key (`gyre-<session id>-<token>`); the admin by its own secret. Secrets are compared in constant
+time. Nothing that a client sends can end the server or touch another session.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import orjson
+import xxhash
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gyre_core.clock import Clock, SystemClock
+from gyre_core.engine.client import EngineClient
+from gyre_core.engine.router import EngineSlot, Router
+from gyre_core.errors import ProxyError
+from gyre_core.proxy.conversation import ChatRequest, Reply
+from gyre_core.proxy.dialects.anthropic import MessagesDialect
+from gyre_core.proxy.dialects.base import Dialect
+from gyre_core.proxy.dialects.chat import ChatDialect
+from gyre_core.proxy.journal import JournalFolder
+from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
+from gyre_core.proxy.render import PromptRenderer
+from gyre_core.proxy.sampling import Sampler
+from gyre_core.proxy.session import Session
+from gyre_core.proxy.settings import EnginesUpdate, ProxySettings, SessionSettings
+from gyre_core.trajectory.roles import BUILTIN_TABLES, role_table
+from gyre_core.types import Json
+
+logger = logging.getLogger(__name__)
+
+Connect = Callable[[str], EngineClient]
+
+_MESSAGES = MessagesDialect()
+_CHAT = ChatDialect()
+_ENDPOINTS: dict[str, tuple[Dialect, bool]] = {  # path -> dialect, whether it only counts tokens
+    "v1/messages": (_MESSAGES, False),
+    "v1/messages/count_tokens": (_MESSAGES, True),
+    "v1/chat/completions": (_CHAT, False),
+    "chat/completions": (_CHAT, False),  # base URLs without /v1
+}
+
+
+class Proxy:
+    """The state of one proxy process."""
+
+    def __init__(self, settings: ProxySettings, *, connect: Connect | None = None, clock: Clock | None = None) -> None:
+        """Load the tokenizer and restore the journal's sessions; raises SetupError or ConfigError."""
+        self.settings = settings
+        self.clock = clock or SystemClock()
+        self.renderer = PromptRenderer.load(settings.model_path, settings.renderer, settings.thinking_retention)
+        self.router = Router(self.clock)
+        self.sampler = Sampler(self.router, connect or self._connect, attempts=settings.engine_attempts)
+        self.sessions: dict[str, tuple[Session, bytes]] = {}  # with the SHA-256 of the key's token
+        self.counters: Counter[str] = Counter()
+        self._tables = (*(role_table(row) for row in settings.role_tables), *BUILTIN_TABLES)
+        self._folder = (
+            JournalFolder(settings.journal_dir, sync=settings.journal_sync)
+            if settings.journal_dir is not None
+            else None
+        )
+        if self._folder is not None:
+            self._restore(self._folder)
+
+    def create_session(self, settings: SessionSettings) -> Json:
+        """A new session; raises ProxyError when its journal cannot be made."""
+        if settings.sampling.max_new_tokens >= self.settings.context_length:
+            raise bad_request(
+                f"sampling.max_new_tokens ({settings.sampling.max_new_tokens}) leaves no room for a prompt in the "
+                f"context of {self.settings.context_length} tokens"
+            )
+        session_id, token = secrets.token_hex(16), secrets.token_hex(16)
+        digest = hashlib.sha256(token.encode()).digest()
+        journal = None
+        if self._folder is not None:
+            record = {"settings": settings.model_dump(mode="json"), "token_sha256": digest.hex()}
+            journal = self._folder.create(session_id, record)
+        self.sessions[session_id] = (self._session(session_id, settings, journal), digest)
+        return {"session_id": session_id, "api_key": f"gyre-{session_id}-{token}"}
+
+    def find_session(self, path_session: str | None, key: str) -> Session:
+        """The session that a request may use; raises Refusal."""
+        own_key = key.split("-") if key.startswith("gyre-") else []
+        if path_session is None and len(own_key) != 3:
+            raise Refusal(RefusalKind.AUTHENTICATION, "invalid x-api-key: this proxy needs the key of a session")
+        session_id = path_session if path_session is not None else own_key[1]
+        session, digest = self.sessions.get(session_id, (None, b"\0" * 32))
+        if own_key:
+            # A key of ours must fit, whatever the path says: one session's harness never reaches another.
+            given = hashlib.sha256(own_key[2].encode()).digest() if len(own_key) == 3 else b""
+            fits = hmac.compare_digest(given, digest) and hmac.compare_digest(own_key[1].encode(), session_id.encode())
+            if not fits:
+                raise Refusal(RefusalKind.AUTHENTICATION, "invalid x-api-key: no session has this key")
+        if session is None:
+            raise Refusal(RefusalKind.AUTHENTICATION, "invalid x-api-key: no such session")
+        return session
+
+    def status(self) -> Json:
+        """Counters of the process and its sessions."""
+        sessions = [session.status() for session, _ in self.sessions.values()]
+        totals: Counter[str] = Counter()
+        for row in sessions:
+            totals.update(row["counters"])
+        state = self.router.state
+        return {
+            "sessions": len(sessions),
+            "open_sessions": sum(not row["sealed"] for row in sessions),
+            "calls": sum(row["calls"] for row in sessions),
+            "in_flight": sum(row["in_flight"] for row in sessions),
+            "waiting": len(state.waiting),
+            "sampled_tokens": sum(row["sampled_tokens"] for row in sessions),
+            "policy_version": state.version,
+            "engines": [{"url": url, "slots": e.slots, "busy": e.busy} for url, e in state.engines.items()],
+            "counters": dict(totals + self.sampler.counters + self.counters),
+        }
+
+    async def aclose(self) -> None:
+        """Close clients and journals; sessions can be restored."""
+        await self.sampler.aclose()
+        for session, _ in self.sessions.values():
+            session.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _session(self, session_id: str, settings: SessionSettings, journal: Any) -> Session:
+        return Session(
+            session_id,
+            settings,
+            renderer=self.renderer,
+            sampler=self.sampler,
+            tables=self._tables,
+            context_length=self.settings.context_length,
+            clock=self.clock,
+            journal=journal,
+        )
+
+    def _restore(self, folder: JournalFolder) -> None:
+        for session_id, journal, records in folder.restore():
+            header = records[0][0]
+            settings = SessionSettings.model_validate_json(orjson.dumps(header["settings"]))
+            session = self._session(session_id, settings, journal)
+            session.restore(records[1:])
+            self.sessions[session_id] = (session, bytes.fromhex(header["token_sha256"]))
+        if self.sessions:
+            logger.info("restored %d sessions from the journal", len(self.sessions))
+
+    def _connect(self, url: str) -> EngineClient:
+        from gyre_core.engine.sglang_client import SGLangClient
+
+        return SGLangClient(url, timeout_s=self.settings.engine_call_timeout_s, vocab_size=self.renderer.vocab_size)
+
+
+class ReplyResponse(Response):
+    """Sends a body or events, and tells whether the client was still there at the end."""
+
+    def __init__(self, parts: list[bytes], media_type: str, delivered: Callable[[], None]) -> None:
+        self._parts = parts
+        self._delivered = delivered
+        length = {} if media_type == "text/event-stream" else {"content-length": str(sum(map(len, parts)))}
+        super().__init__(status_code=200, media_type=media_type, headers={"cache-control": "no-cache", **length})
+        if length == {}:
+            del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.ensure_future(receive())  # after the body, the only message is the disconnect
+        try:
+            await asyncio.sleep(0)  # a disconnect that is known already shows now
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for index, part in enumerate(self._parts):
+                more = index + 1 < len(self._parts)
+                await send({"type": "http.response.body", "body": part, "more_body": more})
+            if not watch.done():
+                self._delivered()
+        finally:
+            watch.cancel()
+
+
+def create_app(settings: ProxySettings, *, connect: Connect | None = None, clock: Clock | None = None) -> Starlette:
+    """The proxy as an ASGI application; `connect` makes engine clients (SGLang's by default).
+
+    Example: uvicorn.run(create_app(settings), host=settings.host, port=settings.port)
+    """
+    proxy = Proxy(settings, connect=connect, clock=clock)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await proxy.aclose()
+
+    async def harness(request: Request) -> Response:
+        return await _harness(proxy, request)
+
+    async def admin(request: Request) -> Response:
+        return await _admin(proxy, request)
+
+    routes = [
+        Route("/healthz", _healthz, methods=["GET"]),
+        Route("/admin/{verb:path}", admin, methods=["GET", "POST", "PUT", "DELETE"]),
+        Route("/{path:path}", harness, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.state.proxy = proxy
+    return app
+
+
+async def _healthz(_: Request) -> Response:
+    return _json({"ok": True})
+
+
+# Harness side
+
+
+async def _harness(proxy: Proxy, request: Request) -> Response:
+    path: str = request.path_params["path"].strip("/")
+    path_session: str | None = None
+    if path == "s" or path.startswith("s/"):
+        _, _, rest = path.partition("/")
+        path_session, _, path = rest.partition("/")
+    if request.method in ("GET", "HEAD", "OPTIONS"):
+        return _probe(path)
+    dialect, counts_only = _ENDPOINTS.get(path, (_guess_dialect(request, path), False))
+    session: Session | None = None
+    try:
+        if path not in _ENDPOINTS or request.method != "POST":
+            raise Refusal(RefusalKind.NOT_FOUND, f"no such endpoint: {request.method} /{path}"[:200])
+        session = proxy.find_session(path_session, _api_key(request))
+        body = await _read_body(request, session.settings.limits.max_body_bytes or proxy.settings.max_body_bytes, proxy)
+        chat = _parse(dialect, body, request)
+        if counts_only:
+            return _json({"input_tokens": session.count_tokens(chat)})
+        digest = xxhash.xxh3_128_digest(path.encode() + b"\n" + body)
+        reply = await session.answer(chat, dialect, digest)
+        return _deliver(session, dialect, chat, digest, reply)
+    except Refusal as refusal:
+        return _refuse(proxy, session, dialect, refusal)
+    except ClientDisconnect:
+        return Response(status_code=400)  # nobody reads it
+    except Exception:
+        logger.exception("a request to /%s failed by a fault of ours", path[:100])
+        return _refuse(proxy, session, dialect, Refusal(RefusalKind.INTERNAL, "internal error of the proxy"))
+
+
+def _deliver(session: Session, dialect: Dialect, chat: ChatRequest, digest: bytes, reply: Reply) -> Response:
+    if chat.stream:
+        parts, media_type = list(dialect.reply_events(reply, chat)), "text/event-stream"
+    else:
+        parts, media_type = [orjson.dumps(dialect.reply_body(reply, chat))], "application/json"
+    return ReplyResponse(parts, media_type, lambda: session.delivered(digest, reply))
+
+
+def _refuse(proxy: Proxy, session: Session | None, dialect: Dialect, refusal: Refusal) -> Response:
+    if session is not None:
+        session.refused(refusal.kind)
+    else:
+        proxy.counters[f"refused_{refusal.kind.value}"] += 1
+    status, body = dialect.error(refusal)
+    headers = {"request-id": f"req_{secrets.token_hex(8)}"}
+    if refusal.kind is RefusalKind.UNAVAILABLE:
+        headers["retry-after"] = str(refusal.retry_after_s)
+    if refusal.kind is RefusalKind.TOO_LARGE:
+        headers["connection"] = "close"  # the rest of the body is not read
+    return _json(body, status, headers)
+
+
+def _parse(dialect: Dialect, body: bytes, request: Request) -> ChatRequest:
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the request body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise bad_request("the request body must be a JSON object")
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    try:
+        return dialect.parse(data, headers)
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise bad_request(f"the request cannot be read: {type(error).__name__}") from error
+
+
+async def _read_body(request: Request, limit: int, proxy: Proxy) -> bytes:
+    too_large = Refusal(RefusalKind.TOO_LARGE, f"the request body exceeds {limit} bytes")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > limit:
+        raise too_large
+    parts = bytearray()
+    try:
+        async with asyncio.timeout(proxy.settings.body_timeout_s):
+            async for chunk in request.stream():
+                parts += chunk
+                if len(parts) > limit:
+                    raise too_large
+    except TimeoutError as error:
+        raise bad_request(f"the request body did not arrive in {proxy.settings.body_timeout_s:g} s") from error
+    return bytes(parts)
+
+
+def _api_key(request: Request) -> str:
+    key = request.headers.get("x-api-key")
+    if key:
+        return key
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _guess_dialect(request: Request, path: str) -> Dialect:
+    return _MESSAGES if "messages" in path or "anthropic-version" in request.headers else _CHAT
+
+
+def _probe(path: str) -> Response:
+    if path.endswith("models"):
+        model = {"id": "gyre-policy", "object": "model", "type": "model", "display_name": "Gyre policy", "created": 0}
+        return _json({"object": "list", "data": [{**model, "owned_by": "gyre"}], "has_more": False})
+    return _json({"ok": True})
+
+
+# Admin side
+
+
+async def _admin(proxy: Proxy, request: Request) -> Response:
+    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    expected = proxy.settings.admin_secret.encode()
+    if scheme.lower() != "bearer" or not hmac.compare_digest(secret.strip().encode(), expected):
+        return _json({"error": "the admin secret is missing or wrong"}, 401)
+    parts = request.path_params["verb"].strip("/").split("/")
+    try:
+        match request.method, parts:
+            case "POST", ["sessions"]:
+                settings = SessionSettings.model_validate_json(await _admin_body(request))
+                return _json(proxy.create_session(settings))
+            case "POST", ["sessions", session_id, "seal"] if session_id in proxy.sessions:
+                data = await proxy.sessions[session_id][0].seal()
+                return Response(data, media_type="application/vnd.apache.arrow.stream")
+            case "DELETE", ["sessions", session_id] if session_id in proxy.sessions:
+                session, _ = proxy.sessions.pop(session_id)
+                await session.drop()
+                return _json({"ok": True})
+            case "PUT", ["engines"]:
+                update = EnginesUpdate.model_validate_json(await _admin_body(request))
+                proxy.router.set_engines(
+                    [EngineSlot(url=engine.url, slots=engine.slots) for engine in update.engines],
+                    update.policy_version,
+                )
+                await proxy.sampler.keep_only([engine.url for engine in update.engines])
+                return _json({"ok": True})
+            case "GET", ["status"]:
+                return _json(proxy.status())
+            case _:
+                return _json(
+                    {"error": f"no such session or verb: {request.method} /admin/{'/'.join(parts)}"[:200]}, 404
+                )
+    except (ValidationError, Refusal) as error:
+        return _json({"error": str(error)}, 400)
+    except ProxyError as error:
+        logger.error("admin call failed: %s", error)
+        return _json({"error": str(error)}, 503)
+
+
+async def _admin_body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > 2**20:
+            raise bad_request("the body of an admin call exceeds 1 MiB")
+    return bytes(body)
+
+
+def _json(data: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(data), status_code=status, media_type="application/json", headers=headers)

@@ -1,0 +1,93 @@
+"""What a proxy process and its sessions are told: pydantic, strict, importable without torch or a tokenizer."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from gyre_core.trajectory.roles import role_table
+
+LaxPath = Annotated[Path, Field(strict=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ProxySettings(_Section):
+    """One proxy process.
+
+    Example: ProxySettings(admin_secret="...", model_path=Path("policy"), context_length=4096, journal_dir=Path("j"))
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port, printed on standard output
+    admin_secret: Annotated[str, Field(min_length=16)]
+    model_path: LaxPath  # folder with config.json and the tokenizer
+    renderer: str = "auto"  # a name of the `renderers` library, or auto: by the model's config.json
+    thinking_retention: Literal["all", "tool_cycle"] = "all"  # all: a new user turn keeps earlier reasoning's tokens
+    context_length: Annotated[int, Field(gt=1)]
+    journal_dir: LaxPath | None = None  # None: sessions are not restored after a restart
+    journal_sync: Literal["call", "session"] = "call"  # fsync each finished call, or only at a session's begin and end
+    engine_call_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    engine_attempts: Annotated[int, Field(ge=1)] = 8  # tries without progress before the harness is told to come back
+    body_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # to read a request's body
+    max_body_bytes: Annotated[int, Field(gt=0)] = 32 * 2**20
+    role_tables: tuple[dict[str, Any], ...] = Field(default=(), strict=False)  # asked before the built-in ones
+
+    @field_validator("role_tables")
+    @classmethod
+    def _check_tables(cls, rows: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        for row in rows:
+            role_table(row)
+        return rows
+
+
+class SamplingSettings(_Section):
+    """How a session samples; the session's temperature always wins over the harness's."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    max_new_tokens: Annotated[int, Field(gt=0)] = 8192  # of one call, whatever the harness asks for
+    seed: int | None = None  # None: the engine chooses
+
+
+class LimitSettings(_Section):
+    """Bounds of one session."""
+
+    max_calls: Annotated[int, Field(gt=0)] = 1000
+    max_tokens: Annotated[int, Field(gt=0)] = 1_000_000  # sampled
+    max_body_bytes: Annotated[int, Field(gt=0)] | None = None  # None: the proxy's
+
+
+class HarnessName(_Section):
+    """Which role table applies."""
+
+    name: str = ""
+    version: str = ""
+
+
+class SessionSettings(_Section):
+    """One rollout's session.
+
+    Example: SessionSettings(rollout_id="s0003-p07-02", policy_version=3)
+    """
+
+    rollout_id: Annotated[str, Field(min_length=1, max_length=200)]
+    policy_version: Annotated[int, Field(ge=0)] = 0  # at dispatch; spans carry the versions that really sampled
+    sampling: SamplingSettings = SamplingSettings()
+    limits: LimitSettings = LimitSettings()
+    harness: HarnessName = HarnessName()
+
+
+class EngineEntry(_Section):
+    """An engine that takes calls."""
+
+    url: Annotated[str, Field(pattern=r"^http://[^\s/]+$")]
+    slots: Annotated[int, Field(gt=0)]
+
+
+class EnginesUpdate(_Section):
+    """Which engines take calls from now on; none makes calls wait."""
+
+    engines: tuple[EngineEntry, ...] = Field(strict=False)
+    policy_version: Annotated[int, Field(ge=0)]
