@@ -6,8 +6,6 @@ MAKEFLAGS += --no-print-directory
 SETUP := @bash infra/setup/setup.sh
 # Extra arguments, e.g. `make quickstart ARGS="--set seed=1"`, `make test ARGS="tests/store -x"`.
 ARGS ?=
-# Which run `make ui` shows: a run's folder; empty is the newest under runs/.
-RUN ?=
 
 .PHONY: help install engine quickstart test lint ui doctor clean
 
@@ -35,9 +33,9 @@ lint: ## ruff, formatting, pyright, import layers
 	@.venv/bin/pyright
 	@.venv/bin/lint-imports
 
-ui: ## open the Prefect UI on a run's own database (RUN=folder, default the newest)
+ui: ## serve the Prefect UI on the database of the runs in runs/, until interrupted
 	$(SETUP) venv
-	@.venv/bin/gyre ui $(RUN)
+	@.venv/bin/gyre ui $(ARGS)
 
 doctor: ## what is there, what is missing, and the command that mends it
 	$(SETUP) venv
