@@ -112,7 +112,9 @@ def two_turns(rollout_id: str) -> Trajectory:
     )
 
 
-def finished(rollout_id: str, *, reward: float | None = 0.5, step: int = 0, trajectory: Trajectory | None = None) -> Finished:
+def finished(
+    rollout_id: str, *, reward: float | None = 0.5, step: int = 0, trajectory: Trajectory | None = None
+) -> Finished:
     """A whole rollout; reward None is one that the verifier could not grade."""
     outcome = Outcome.FINISHED if reward is not None else Outcome.VERIFIER_FAILED
     return Finished(
@@ -145,7 +147,9 @@ def finished(rollout_id: str, *, reward: float | None = 0.5, step: int = 0, traj
     )
 
 
-def branch_of(trajectory: Trajectory, node_id: int, *, branch: int = 0, num_targets: int | None = None) -> TrainingBranch:
+def branch_of(
+    trajectory: Trajectory, node_id: int, *, branch: int = 0, num_targets: int | None = None
+) -> TrainingBranch:
     """The path to a node with its sampled tokens (the last `num_targets` of them) as targets, weights summing to 1."""
     tree = trajectory.tree
     target = tree.path_sampled(node_id).copy()
