@@ -160,24 +160,20 @@ def provide_libibverbs() -> None:
 
 
 def write_lock() -> None:
-    """Write constraints.txt from the present `.venv`: what is installed, without local builds or paths."""
-    python = ROOT / ".venv/bin/python"
-    frozen = subprocess.run(
-        [python, "-m", "pip", "freeze", "--exclude-editable"], capture_output=True, text=True, check=True
-    ).stdout
-    pins = sorted(
-        (
-            line.split("+")[0].strip()
-            for line in frozen.splitlines()
-            if "==" in line and not line.startswith(("-", "#"))
-        ),
-        key=str.lower,
-    )
-    header = (
-        "# Versions installed and tested together (.venv on Linux x86_64, CPU). Constraints, not requirements.\n"
-        "# Written by: python3.11 infra/setup/install.py lock\n"
-    )
-    (ROOT / "infra/setup/constraints.txt").write_text(header + "\n".join(pins) + "\n", encoding="utf-8")
+    """Write both constraint files from the present environments: what is installed, without local builds or paths."""
+    for folder, target in (
+        (".venv", "infra/setup/constraints.txt"),
+        (".venv-engine", "infra/engine/constraints-cpu.txt"),
+    ):
+        command = [str(ROOT / folder / "bin/python"), "-m", "pip", "freeze", "--exclude-editable"]
+        frozen = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        pins = [line.split("+")[0].strip() for line in frozen.splitlines() if "==" in line and line[0] not in "-#"]
+        header = (
+            f"# Versions installed and tested together ({folder}, Linux x86_64, CPU). Constraints, not requirements.\n"
+            "# Written by: python3.11 infra/setup/install.py lock\n"
+        )
+        lines = "\n".join(sorted(pins, key=str.lower))
+        (ROOT / target).write_text(f"{header}{lines}\n", encoding="utf-8")
 
 
 def _announce(pending: list[tuple[Environment, Decision, str]], gpu: bool) -> None:

@@ -124,17 +124,18 @@ def engine_environment(root: Path, gpu: bool) -> Environment:
             inputs=_hash(root, steps, []),
         )
     requirements = folder / "requirements-cpu.txt"
+    constraints = folder / "constraints-cpu.txt"
     plugin = folder / "plugin"
     steps = (
         Step("pip", ("install", "--upgrade", "pip>=25.1")),
         torch_step(gpu=False),
         Step("SGLang 0.5.23", ("install", "--no-deps", SGLANG, TORCHVISION)),
-        Step("what a CPU server imports", ("install", "-r", str(requirements))),
+        Step("what a CPU server imports", ("install", "-c", str(constraints), "-r", str(requirements))),
         Step("xgrammar", ("install", "--no-deps", XGRAMMAR)),
         Step("the CPU platform plugin", ("install", "--no-deps", "--force-reinstall", str(plugin))),
-        Step("Mooncake transfer engine", ("install", "--no-deps", mooncake)),
+        Step("Mooncake transfer engine", ("install", "-c", str(constraints), mooncake)),
     )
-    files = [requirements, *_sources(plugin)]
+    files = [requirements, constraints, *_sources(plugin)]
     return Environment(
         name="engine",
         folder=root / ".venv-engine",
