@@ -24,9 +24,7 @@ from tasks.summary import Evaluation, report_evaluation, stored_evaluation
     validate_parameters=False,
     persist_result=False,
 )
-def evaluate(
-    config: RunConfig, run_id: str, checkpoint: str | None = None, quiet: bool = False
-) -> dict[str, Any]:
+def evaluate(config: RunConfig, run_id: str, checkpoint: str | None = None, quiet: bool = False) -> dict[str, Any]:
     """Held-out reward of the config's model, or of a checkpoint; a run folder of its own keeps the trajectories."""
     path = Path(checkpoint) if checkpoint else None
     with open_run(config, Path(config.runs_dir), run_id, resume=False, quiet=quiet, checkpoint=path) as run:

@@ -4,9 +4,9 @@
         dispatch_rollouts -> run_groups (execute, grade, process, complete) -> rebalance_cells (to training)
           -> stream_train -> publish_weights -> commit_step -> rebalance_cells (back to rollout)
 
-Who waits for whom: training waits for the step's last group (policy `colocate`), publication for the optimizer step, the
-next dispatch for the verified publication. What a killed process leaves is whole: groups are committed as they complete,
-the step as its last act; resuming reads both and goes on with what is missing.
+Who waits for whom: training waits for the step's last group (policy `colocate`), publication for the optimizer step,
+the next dispatch for the verified publication. What a killed process leaves is whole: groups are committed as they
+complete, the step as its last act; resuming reads both and goes on with what is missing.
 """
 
 import logging
@@ -27,8 +27,8 @@ from tasks.rollouts import dispatch_rollouts
 from tasks.runs import open_run
 from tasks.scheduling import rebalance_cells
 from tasks.summary import report_step, report_totals, run_summary
-from tasks.trajectories import CompleteGroup, stored_groups
 from tasks.training import stream_train
+from tasks.trajectories import CompleteGroup, stored_groups
 
 logger = logging.getLogger(__name__)
 

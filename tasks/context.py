@@ -36,8 +36,8 @@ class Box(Generic[T]):
 class RunContext:
     """One run's objects, built once by the flow and handed to every task.
 
-    Mutable parts: `policy_version` (the committed one, moved by commit_step alone), `cell_version` (the trainer's, ahead
-    of it between the optimizer step and the commit), `decisions` of the open step, and the reporting lists.
+    Mutable parts: `policy_version` (the committed one, moved by commit_step alone), `cell_version` (the trainer's,
+    ahead of it between the optimizer step and the commit), `decisions` of the open step, and the reporting lists.
     """
 
     def __init__(

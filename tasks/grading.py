@@ -2,17 +2,19 @@
 
 import asyncio
 
+from gyre_core.rollout.runner import ExecutedRollout, FinishedRollout
+from gyre_core.rollout.runner import grade_rollout as grade
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from gyre_core.rollout.runner import ExecutedRollout, FinishedRollout
-from gyre_core.rollout.runner import grade_rollout as grade
 from tasks.context import Box, RunContext
 
 
 @task(name="grade_rollout", task_run_name="{executed.label} / grade", cache_policy=NO_CACHE, tags=["grade"])
 def grade_rollout(run: RunContext, executed: Box[ExecutedRollout]) -> Box[FinishedRollout]:
-    """Run the problem's verifier on what the rollout left; a verifier that fails excludes the rollout with its reason."""
+    """Run the problem's verifier on what the rollout left; a verifier that fails excludes the rollout with its
+    reason.
+    """
     rollout = executed.value
 
     async def work() -> FinishedRollout:

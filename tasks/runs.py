@@ -1,7 +1,7 @@
 """Opening a run: everything is checked before anything starts, then built once.
 
-Order: folder and its lock, problems, store, sandbox, then the processes (proxy, cell). A run that is opened again starts
-from its last committed step: version, checkpoint and groups come from the store, never from memory or guesses.
+Order: folder and its lock, problems, store, sandbox, then the processes (proxy, cell). A run that is opened again
+starts from its last committed step: version, checkpoint and groups come from the store, never from memory or guesses.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ def check_inputs(config: RunConfig) -> tuple[dict[str, Problem], dict[str, Probl
     shared = sorted(problems.keys() & heldout.keys())
     if shared:
         raise ConfigError(
-            f"data.heldout shares {len(shared)} problem(s) with data.train ({', '.join(shared[:3])} ...): held-out reward "
-            "would measure memory; move or rename them"
+            f"data.heldout shares {len(shared)} problem(s) with data.train ({', '.join(shared[:3])} ...): held-out "
+            "reward would measure memory; move or rename them"
         )
     return problems, heldout
 
@@ -59,8 +59,8 @@ def open_run(
             checkpoint = folder.checkpoints / str(steps[-1].record["checkpoint"])
             if not checkpoint.is_dir():
                 raise StoreError(
-                    f"the last committed step of {run_id} names the checkpoint {checkpoint}, which is not there; restore "
-                    "it, or start a new run"
+                    f"the last committed step of {run_id} names the checkpoint {checkpoint}, which is not there; "
+                    "restore it, or start a new run"
                 )
         _clear_leftovers(folder)
         sandbox = Sandbox(config.rollout.sandbox)

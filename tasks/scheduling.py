@@ -21,9 +21,7 @@ def rebalance_cells(
 ) -> Box[list[Move]]:
     """Apply the policy's moves to the cell; every move is an event with its reason. Returns the moves made."""
     status = run.services.cell.status()
-    cell = CellView(
-        cell_id=status["cell_id"], state=CellState(status["state"]), slots=run.config.rollout.slots
-    )
+    cell = CellView(cell_id=status["cell_id"], state=CellState(status["state"]), slots=run.config.rollout.slots)
     snapshot = Snapshot(
         cells=(cell,),
         dispatched=dispatched,
@@ -51,12 +49,12 @@ def rebalance_cells(
 def open_engines(run: RunContext) -> None:
     """Let the proxy send calls to the cell's engine, at the published version."""
     url = run.services.cell.status()["engine_url"]
-    _set_engines(run, [{"url": url, "slots": run.config.rollout.slots}])
+    _set_engines(run, {str(url): run.config.rollout.slots})
 
 
 def _apply(run: RunContext, move: Move, *, epoch: int) -> None:
     if move.to == "train":
-        _set_engines(run, [])  # no new calls before the cell is taken away
+        _set_engines(run, {})  # no new calls before the cell is taken away
         run.mark_span("rollout")
     result = run.services.cell.role(move.to, epoch=epoch)
     if move.to == "rollout":
@@ -65,7 +63,7 @@ def _apply(run: RunContext, move: Move, *, epoch: int) -> None:
     run.reporter.role_change(move.cell_id, move.to, move.reason, epoch=result["epoch"])
 
 
-def _set_engines(run: RunContext, engines: list[dict[str, object]]) -> None:
+def _set_engines(run: RunContext, engines: dict[str, int]) -> None:
     async def work() -> None:
         async with ProxyAdmin(run.services.proxy_url, run.services.proxy_secret) as proxy:
             await proxy.set_engines(engines, policy_version=run.cell_version)

@@ -1,4 +1,5 @@
-"""What a run reports of itself: per step, per evaluation, and the totals; all read from the store, so that a resumed run
+"""What a run reports of itself: per step, per evaluation, and the totals; all read from the store, so that a resumed
+run
 reports what the whole run did.
 """
 
@@ -35,9 +36,7 @@ def stored_evaluation(run: RunContext, tag: str) -> Evaluation | None:
     return None
 
 
-def report_evaluation(
-    run: RunContext, tag: str, policy_version: int, groups: Sequence[CompleteGroup]
-) -> Evaluation:
+def report_evaluation(run: RunContext, tag: str, policy_version: int, groups: Sequence[CompleteGroup]) -> Evaluation:
     """Commit an evaluation and show it."""
     rewards = [reward for group in groups for reward in group.rewards]
     outcomes: Counter[str] = Counter()
@@ -98,7 +97,9 @@ def report_step(run: RunContext, record: StepRecord) -> None:
             "train_s": float(stats["train_s"]),
         },
     )
-    _outcome_row(run, f"step {record.step + 1}", record.outcomes, [], {**record.rollouts_dropped, **record.groups_dropped})
+    _outcome_row(
+        run, f"step {record.step + 1}", record.outcomes, [], {**record.rollouts_dropped, **record.groups_dropped}
+    )
     report_totals(run)
 
 

@@ -15,7 +15,8 @@ from tasks.trajectories import CompleteGroup
 class TrainedStep:
     """What one optimizer step did.
 
-    Example: TrainedStep(num_rollouts=48, micro_steps=(...), stats={"grad_norm": 0.3}, groups_trained=("s0000-p01",), ...)
+    Example: TrainedStep(num_rollouts=48, micro_steps=(...), stats={"grad_norm": 0.3}, groups_trained=("s0000-p01",),
+    ...)
     """
 
     num_rollouts: int  # the outer mean's denominator
@@ -29,9 +30,9 @@ class TrainedStep:
 def stream_train(run: RunContext, step_label: int, groups: Box[list[CompleteGroup]]) -> Box[TrainedStep]:
     """Send each group's branches to the cell as micro-steps, then take the optimizer step.
 
-    Every group is trained or dropped with its reason. A group whose members all have advantage 0 is trained: it counts in
-    the mean, and its gradient is known to be exactly 0 without computing it. When no group is left the step is taken with
-    no gradient at all: the policy version advances, the weights do not change.
+    Every group is trained or dropped with its reason. A group whose members all have advantage 0 is trained: it
+    counts in the mean, and its gradient is known to be exactly 0 without computing it. When no group is left the step
+    is taken with no gradient at all: the policy version advances, the weights do not change.
     """
     started = time.monotonic()
     cell = run.services.cell
@@ -78,4 +79,3 @@ def stream_train(run: RunContext, step_label: int, groups: Box[list[CompleteGrou
             groups_dropped=dropped,
         )
     )
-

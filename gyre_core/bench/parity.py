@@ -1,8 +1,8 @@
 """`gyre bench parity`: do the engine and the trainer mean the same model, and does tree packing change anything?
 
-Enters: a recorded run. Leaves: the largest difference between the sampler's log-probs, as recorded while sampling, and the
-trainer's of the same tokens with the same weights; and the largest relative differences between tree-packed and
-branch-by-branch log-probs and gradients. Every sampled token of the compared rollouts counts, trained or not.
+Enters: a recorded run. Leaves: the largest difference between the sampler's log-probs, as recorded while sampling,
+and the trainer's of the same tokens with the same weights; and the largest relative differences between tree-packed
+and branch-by-branch log-probs and gradients. Every sampled token of the compared rollouts counts, trained or not.
 """
 
 import time

@@ -39,7 +39,9 @@ def print_result(result: dict[str, Any]) -> None:
 def train(
     config: ConfigArgument,
     run: Annotated[str | None, typer.Option("--run", help="name of the run; default: config name and time")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue the newest run of this config, or --run's")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="continue the newest run of this config, or --run's")
+    ] = False,
     overrides: SetOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress on standard error")] = False,
 ) -> None:
@@ -60,9 +62,7 @@ def evaluate(
     """Held-out reward of a policy: the config's own model, or a run's newest checkpoint. Ends with one JSON line."""
     from gyre_core.cli.train import run_evaluation
 
-    print_result(
-        run_evaluation(config, from_run=run, checkpoint=checkpoint, overrides=overrides or [], quiet=quiet)
-    )
+    print_result(run_evaluation(config, from_run=run, checkpoint=checkpoint, overrides=overrides or [], quiet=quiet))
 
 
 @app.command()
@@ -75,9 +75,7 @@ def inspect(
     """Show a run's steps and rollouts, or one rollout's tree with its trained tokens marked."""
     from gyre_core.cli.inspect import inspect_rollout, inspect_run
 
-    result, text = (
-        inspect_run(runs_dir, run) if rollout is None else inspect_rollout(runs_dir, run or "", rollout)
-    )
+    result, text = inspect_run(runs_dir, run) if rollout is None else inspect_rollout(runs_dir, run or "", rollout)
     if as_json:
         print_result(result)
     else:
