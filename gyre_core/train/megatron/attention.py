@@ -13,8 +13,8 @@ The backward pass hands the *merged* output and log-sum-exp to the kernels' own 
 gradients exact: with the global normaliser each part's probabilities are the global ones (the identity behind ring
 attention, Liu et al. 2023, arXiv 2310.01889). A forest of plain chains is causal flash attention, nothing else.
 
-On GPU the same forest becomes a FlexAttention block mask (`flex_block_mask`). That path is written for issue "GPU
-cells" and untested on a GPU; on CPU its eager form is compared with the segment form in the tests.
+On GPU the same forest becomes a FlexAttention block mask (`flex_block_mask`). That path has not run on a GPU yet; the
+tests compare its forward pass with the segments' on CPU, where FlexAttention has no backward.
 """
 
 from dataclasses import dataclass, field

@@ -175,6 +175,11 @@ class MegatronTrainer:
             duration_s=time.perf_counter() - started,
         )
 
+    @property
+    def accumulated_micro_steps(self) -> int:
+        """Micro-steps in the gradient buffer since the last optimizer step or reset."""
+        return self._micro_steps
+
     def reset_gradients(self) -> None:
         """Forget what the current step accumulated."""
         self._ddp.zero_grad_buffer()

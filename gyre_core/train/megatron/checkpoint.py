@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
@@ -59,7 +60,7 @@ def save(state: dict[str, Any], folder: Path) -> None:
         dist_checkpointing.save(state, str(partial), sharded_strategy=_SynchronousSave())
         os.replace(partial, folder)
         _fsync_folder(folder.parent)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         shutil.rmtree(partial, ignore_errors=True)
         raise TrainError(f"checkpoint {folder} could not be written: {error}") from error
 
@@ -71,8 +72,9 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         loaded: Any = dist_checkpointing.load(state, str(folder))
         return loaded
-    except Exception as error:
-        raise TrainError(f"checkpoint {folder} could not be read: {type(error).__name__}: {error}") from error
+    except (Exception, CheckpointException) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise TrainError(f"checkpoint {folder} could not be read: {reason[-1]}") from error
 
 
 def _fsync_folder(folder: Path) -> None:
