@@ -17,7 +17,7 @@ import numpy as np
 from gyre_core.engine.client import EngineClient
 from gyre_core.engine.router import Grant, Router
 from gyre_core.errors import EngineError
-from gyre_core.types import FinishReason, Generation, SamplingParams, VersionSpan
+from gyre_core.types import FinishReason, Generation, SamplingParams, TokenIds, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Sampler:
         self._attempts = attempts
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session_id: str, call_id: str, seed: int | None
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session_id: str, call_id: str, seed: int | None
     ) -> Generation:
         """Sample until the call really ends.
 
@@ -49,7 +49,7 @@ class Sampler:
             failed = False
             try:
                 generation = await self._client(grant).generate(
-                    [*prompt_ids, *(int(i) for part in parts for i in part.output_ids)],
+                    np.concatenate([prompt_ids, *(part.output_ids for part in parts)]).tolist(),
                     replace(
                         params,
                         max_new_tokens=params.max_new_tokens - num_done,

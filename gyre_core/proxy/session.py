@@ -32,7 +32,7 @@ from gyre_core.proxy.settings import SessionSettings
 from gyre_core.trajectory.arrow import trajectory_to_ipc
 from gyre_core.trajectory.recorder import FinishedCall, Plan, Recorder
 from gyre_core.trajectory.roles import RoleTable, find_table
-from gyre_core.types import FinishReason, Generation, Json, Role, SamplingParams, Substitution
+from gyre_core.types import FinishReason, Generation, Json, Role, SamplingParams, Substitution, TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ TAIL_TOKENS = 256  # of the prompt's end, for the bridge: holds the last turn's 
 class Prompt:
     """A request's exact prompt and where it hangs."""
 
-    ids: list[int]  # the whole prompt
-    added: list[int]  # those after the anchor's path; all of them without an anchor
+    ids: TokenIds  # the whole prompt
+    added: TokenIds  # those after the anchor's path; all of them without an anchor
     anchor_call: str
     substitution: Substitution
 
@@ -249,7 +249,7 @@ class Session:
             substitution=prompt.substitution,
             finish_reason=generation.finish_reason,
             anchor_call=prompt.anchor_call,
-            prompt_ids=np.array(prompt.added, np.int32),
+            prompt_ids=prompt.added,
             output_ids=generation.output_ids,
             logprobs=generation.logprobs,
             spans=generation.spans,
@@ -310,17 +310,18 @@ class Session:
             if added is not None and anchor is not None:
                 check_vocabulary(added, self._renderer.vocab_size)
                 return Prompt(
-                    ids=recorder.prompt_ids(anchor, added).tolist(),
-                    added=added,
+                    ids=recorder.prompt_ids(anchor, added),
+                    added=np.array(added, np.int32),
                     anchor_call=anchor.call_id,
                     substitution=plan.substitution,
                 )
-            ids = self._renderer.render(request.messages(), tools)
-            check_vocabulary(ids, self._renderer.vocab_size)
+            rendered = self._renderer.render(request.messages(), tools)
+            check_vocabulary(rendered, self._renderer.vocab_size)
         except ValueError as error:
             raise bad_request(str(error)) from error
         substitution = plan.substitution
-        drifted = anchor is not None and not recorder.continues(anchor, np.array(ids, np.int32))
+        ids = np.array(rendered, np.int32)
+        drifted = anchor is not None and not recorder.continues(anchor, ids)
         if drifted and substitution is not Substitution.SYNTHETIC:
             substitution = Substitution.FORKED  # the template does not append here
         return Prompt(ids=ids, added=ids, anchor_call="", substitution=substitution)
@@ -335,7 +336,7 @@ class Session:
         counts: list[str],
     ) -> Reply:
         """What the harness is told: decided here, whole, before the first byte goes out."""
-        parsed = self._renderer.parse(generation.output_ids.tolist(), request.tools, prompt.ids[-TAIL_TOKENS:])
+        parsed = self._renderer.parse(generation.output_ids.tolist(), request.tools, prompt.ids[-TAIL_TOKENS:].tolist())
         text, tool_calls, stop_sequence = parsed.text, parsed.tool_calls, ""
         if parsed.num_malformed:
             counts.extend(["malformed_tool_calls"] * parsed.num_malformed)
