@@ -17,6 +17,8 @@ from gyre_core.trajectory.recorder import MessageKey
 from gyre_core.trajectory.roles import RequestFacts
 from gyre_core.types import FinishReason, Json
 
+MAX_MESSAGES = 20_000  # of one request; the longest rollouts have some thousands
+MAX_CACHED = 100_000  # raw messages whose keys are kept; more means that somebody plays tricks
 _MEDIA = ("image", "image_url", "input_image", "document", "file", "input_audio")
 MAX_DEPTH = 128  # nesting of JSON that is compared by meaning; deeper arguments are compared as text
 
@@ -90,13 +92,14 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False  # chat: a last chunk with the usage
-    wants_reasoning: bool = True  # whether the harness is shown reasoning
+    shows_reasoning: bool = True  # whether the harness gets reasoning at all
+    omits_reasoning_text: bool = False  # it gets the signature of the reasoning, not its text
     temperature: float | None = None  # what the harness would have liked
     facts: RequestFacts = field(default_factory=lambda: RequestFacts(headers={}))
 
-    def messages(self, start: int = 0) -> list[Message]:
-        """The messages from raw message `start` on, normalised."""
-        return [message for raw in self.raw_messages[start:] for message in self.normalise(raw)]
+    def messages(self, start: int = 0, end: int | None = None) -> list[Message]:
+        """The raw messages [start, end), normalised."""
+        return [message for raw in self.raw_messages[start:end] for message in self.normalise(raw)]
 
     def context_key(self) -> bytes:
         """Hash of what precedes the messages: the tools."""
@@ -125,7 +128,7 @@ class Reply:
         return Message(
             role="assistant",
             text=self.text,
-            reasoning=self.reasoning if self.signature else "",
+            reasoning=self.reasoning,
             tool_calls=self.tool_calls,
             signatures=(self.signature,) if self.signature else (),
         )
@@ -144,6 +147,10 @@ class KeyCache:
         """
         keys: list[MessageKey] = []
         starts: list[int] = []
+        if len(request.raw_messages) > MAX_MESSAGES:
+            raise bad_request(f"messages: more than {MAX_MESSAGES} messages")
+        if len(self._keys) > MAX_CACHED:
+            self._keys.clear()
         prefix = request.dialect.encode()
         for raw in request.raw_messages:
             starts.append(len(keys))

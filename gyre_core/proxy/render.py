@@ -5,12 +5,13 @@ a recorded one, parsed replies. A recorded output is never tokenised again: `ext
 it. Costs follow the new messages, except for a full render (a first turn, or one that cannot be appended).
 """
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from renderers.base import Renderer, ToolCallParseStatus, create_renderer, load_tokenizer
@@ -23,8 +24,11 @@ from gyre_core.types import Json
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 # By the model's config.json: a fine-tuned policy keeps its family's template, which names cannot show.
 RENDERER_BY_MODEL_TYPE = {"qwen3": "qwen3", "qwen3_moe": "qwen3"}
+LONG_TEXT = 100_000  # characters: about 10 ms of encoding
 _DELIVERABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 
 
@@ -43,9 +47,10 @@ class ParsedReply:
 
 
 class PromptRenderer:
-    """One tokenizer and one renderer. Not thread-safe (a fast tokenizer is not)."""
+    """One tokenizer and one renderer of a policy."""
 
     def __init__(self, tokenizer: Any, renderer: Renderer, vocab_size: int) -> None:
+        """`vocab_size`: rows of the policy's embedding."""
         self._tokenizer = tokenizer
         self._renderer = renderer
         self.vocab_size = vocab_size
@@ -78,6 +83,15 @@ class PromptRenderer:
             raise ConfigError(f"renderer {renderer!r} does not fit the tokenizer of {model_path}: {error}") from error
         logger.info("model %s: renderer %s", model_path, type(built).__name__)
         return cls(tokenizer, built, int(config.get("vocab_size") or len(tokenizer)))
+
+    async def run(self, messages: Sequence[Message], work: Callable[[], Result]) -> Result:
+        """Do rendering `work` on `messages`: long texts in a thread, so that other sessions are served meanwhile.
+
+        Only `FastTokenizer` is thread-safe; with transformers' tokenizers everything stays in the caller's thread.
+        """
+        if isinstance(self._tokenizer, FastTokenizer) and sum(len(m.text) for m in messages) > LONG_TEXT:
+            return await asyncio.to_thread(work)
+        return work()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Json]) -> list[int]:
         """Ids of a whole prompt, ending where the assistant's turn begins.

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 Connect = Callable[[str], EngineClient]
 
+KEY_PREFIX = "gyre-"  # of the keys that name a session
+
 _MESSAGES = MessagesDialect()
 _CHAT = ChatDialect()
 _ENDPOINTS: dict[str, tuple[Dialect, bool]] = {  # path -> dialect, whether it only counts tokens
@@ -90,11 +92,11 @@ class Proxy:
             record = {"settings": settings.model_dump(mode="json"), "token_sha256": digest.hex()}
             journal = self._folder.create(session_id, record)
         self.sessions[session_id] = (self._session(session_id, settings, journal), digest)
-        return {"session_id": session_id, "api_key": f"gyre-{session_id}-{token}"}
+        return {"session_id": session_id, "api_key": f"{KEY_PREFIX}{session_id}-{token}"}
 
     def find_session(self, path_session: str | None, key: str) -> Session:
         """The session that a request may use; raises Refusal."""
-        own_key = key.split("-") if key.startswith("gyre-") else []
+        own_key = key.split("-") if key.startswith(KEY_PREFIX) else []
         if path_session is None and len(own_key) != 3:
             raise Refusal(RefusalKind.AUTHENTICATION, "invalid x-api-key: this proxy needs the key of a session")
         session_id = path_session if path_session is not None else own_key[1]
@@ -151,10 +153,14 @@ class Proxy:
     def _restore(self, folder: JournalFolder) -> None:
         for session_id, journal, records in folder.restore():
             header = records[0][0]
-            settings = SessionSettings.model_validate_json(orjson.dumps(header["settings"]))
-            session = self._session(session_id, settings, journal)
-            session.restore(records[1:])
-            self.sessions[session_id] = (session, bytes.fromhex(header["token_sha256"]))
+            try:
+                settings = SessionSettings.model_validate_json(orjson.dumps(header["settings"]))
+                session = self._session(session_id, settings, journal)
+                session.restore(records[1:])
+                self.sessions[session_id] = (session, bytes.fromhex(header["token_sha256"]))
+            except (ValueError, KeyError, TypeError):
+                logger.exception("the journal of session %s cannot be read and is left aside", session_id)
+                journal.close()
         if self.sessions:
             logger.info("restored %d sessions from the journal", len(self.sessions))
 
@@ -241,7 +247,7 @@ async def _harness(proxy: Proxy, request: Request) -> Response:
         body = await _read_body(request, session.settings.limits.max_body_bytes or proxy.settings.max_body_bytes, proxy)
         chat = _parse(dialect, body, request)
         if counts_only:
-            return _json({"input_tokens": session.count_tokens(chat)})
+            return _json({"input_tokens": await session.count_tokens(chat)})
         digest = xxhash.xxh3_128_digest(path.encode() + b"\n" + body)
         reply = await session.answer(chat, dialect, digest)
         return _deliver(session, dialect, chat, digest, reply)
@@ -308,11 +314,9 @@ async def _read_body(request: Request, limit: int, proxy: Proxy) -> bytes:
 
 
 def _api_key(request: Request) -> str:
-    key = request.headers.get("x-api-key")
-    if key:
-        return key
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+    keys = (request.headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else "")
+    return next((key for key in keys if key.startswith(KEY_PREFIX)), keys[0] or keys[1])
 
 
 def _guess_dialect(request: Request, path: str) -> Dialect:

@@ -13,40 +13,26 @@ One event loop owns all sessions; between two awaits a session's state is consis
 """
 
 import asyncio
-import hashlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from gyre_core.clock import Clock
 from gyre_core.errors import EngineError, ProxyError
-from gyre_core.proxy.conversation import ChatRequest, KeyCache, Reply, ToolCall
+from gyre_core.proxy.conversation import ChatRequest, KeyCache, Reply
 from gyre_core.proxy.dialects.base import Dialect
 from gyre_core.proxy.journal import Journal, call_record, read_call
 from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
-from gyre_core.proxy.render import PromptRenderer, check_vocabulary
+from gyre_core.proxy.render import PromptRenderer
 from gyre_core.proxy.sampling import Sampler
 from gyre_core.proxy.settings import SessionSettings
+from gyre_core.proxy.turn import build_prompt, build_reply
 from gyre_core.trajectory.arrow import trajectory_to_ipc
 from gyre_core.trajectory.recorder import FinishedCall, Plan, Recorder
 from gyre_core.trajectory.roles import RoleTable, find_table
-from gyre_core.types import FinishReason, Generation, Json, Role, SamplingParams, Substitution, TokenIds
+from gyre_core.types import Json, Role, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-TAIL_TOKENS = 256  # of the prompt's end, for the bridge: holds the last turn's opening whatever the message lengths
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A request's exact prompt and where it hangs."""
-
-    ids: TokenIds  # the whole prompt
-    added: TokenIds  # those after the anchor's path; all of them without an anchor
-    anchor_call: str
-    substitution: Substitution
 
 
 class Session:
@@ -124,11 +110,12 @@ class Session:
                 except ProxyError as error:
                     logger.warning("rollout %s: %s", self.settings.rollout_id, error)
 
-    def count_tokens(self, request: ChatRequest) -> int:
+    async def count_tokens(self, request: ChatRequest) -> int:
         """Tokens of the prompt that this request would be; records nothing. Raises Refusal."""
         self._check_open()
         plan, starts = self._plan(request)
-        return len(self._prompt(request, plan, starts).ids)
+        prompt = await build_prompt(request, plan, starts, recorder=self._recorder, renderer=self._renderer)
+        return len(prompt.ids)
 
     def refused(self, kind: RefusalKind) -> None:
         """Count a request that got an error."""
@@ -207,10 +194,10 @@ class Session:
     async def _call(self, request: ChatRequest, dialect: Dialect, digest: bytes, index: int) -> Reply:
         started_s = self._clock.now_s()
         settings, recorder = self.settings, self._recorder
-        counts: list[str] = []
+        counts: Counter[str] = Counter()
         role = self._role(request, counts)
         plan, starts = self._plan(request)
-        prompt = self._prompt(request, plan, starts)
+        prompt = await build_prompt(request, plan, starts, recorder=recorder, renderer=self._renderer)
         room = self._context_length - len(prompt.ids)
         if room < 1:
             raise Refusal(
@@ -219,10 +206,10 @@ class Session:
                 f"maximum context length is {self._context_length} tokens. Please reduce the length of the messages.",
             )
         sampling = settings.sampling
-        budget = settings.limits.max_tokens - recorder.num_sampled
+        budget = self._token_budget()
         max_new = min(request.max_tokens or sampling.max_new_tokens, sampling.max_new_tokens, room, budget)
         if request.temperature is not None and request.temperature != sampling.temperature:
-            counts.append("temperature_overridden")
+            counts["temperature_overridden"] += 1
         params = SamplingParams(
             max_new_tokens=max_new,
             temperature=sampling.temperature,
@@ -238,7 +225,17 @@ class Session:
             raise Refusal(RefusalKind.UNAVAILABLE, f"the model is overloaded, try again: {error}") from error
         except ValueError as error:
             raise bad_request(str(error)) from error
-        reply = self._reply(request, dialect, prompt, generation, call_id, counts)
+        reply = build_reply(
+            request,
+            prompt,
+            generation,
+            dialect=dialect,
+            renderer=self._renderer,
+            call_id=call_id,
+            session_id=self.session_id,
+            now_s=self._clock.now_s(),
+            counts=counts,
+        )
         hints = self._table.hints if self._table is not None else ()
         call = FinishedCall(
             call_id=call_id,
@@ -265,11 +262,11 @@ class Session:
         await self._keep(call, reply, digest, counts)
         return reply
 
-    async def _keep(self, call: FinishedCall, reply: Reply, digest: bytes, counts: list[str]) -> None:
+    async def _keep(self, call: FinishedCall, reply: Reply, digest: bytes, counts: Counter[str]) -> None:
         """Journal, then record; the reply may go out when this returns."""
         if self._journal is not None:
             header, arrays = call_record(call, reply, digest)
-            header["counts"] = {name: counts.count(name) for name in counts}
+            header["counts"] = dict(counts)
             try:
                 self._journal.append(header, arrays)
             except ProxyError as error:
@@ -288,87 +285,9 @@ class Session:
         keys, starts = self._cache.keys(request)
         return self._recorder.plan(request.context_key(), keys), starts
 
-    def _prompt(self, request: ChatRequest, plan: Plan, starts: list[int]) -> Prompt:
-        """The exact prompt: recorded tokens and what follows them, or a full render."""
-        recorder, tools = self._recorder, request.tools
-        anchor = plan.anchor
-        added: list[int] | None = None
-        if anchor is not None and plan.bridgeable:
-            first_new = starts.index(plan.num_known) if plan.num_known in starts else len(starts)
-            new = request.messages(first_new)
-            if new:
-                added = self._renderer.extend(
-                    recorder.tree.tail_ids(anchor.prompt_node, TAIL_TOKENS).tolist(),
-                    anchor.output_ids.tolist(),
-                    new,
-                    tools,
-                    lambda: [message for raw in request.raw_messages[:first_new] for message in request.normalise(raw)],
-                )
-            elif anchor.finish_reason is FinishReason.LENGTH:
-                added = []  # the reply was cut and the harness asks to go on with it
-        try:
-            if added is not None and anchor is not None:
-                check_vocabulary(added, self._renderer.vocab_size)
-                return Prompt(
-                    ids=recorder.prompt_ids(anchor, added),
-                    added=np.array(added, np.int32),
-                    anchor_call=anchor.call_id,
-                    substitution=plan.substitution,
-                )
-            rendered = self._renderer.render(request.messages(), tools)
-            check_vocabulary(rendered, self._renderer.vocab_size)
-        except ValueError as error:
-            raise bad_request(str(error)) from error
-        substitution = plan.substitution
-        ids = np.array(rendered, np.int32)
-        drifted = anchor is not None and not recorder.continues(anchor, ids)
-        if drifted and substitution is not Substitution.SYNTHETIC:
-            substitution = Substitution.FORKED  # the template does not append here
-        return Prompt(ids=ids, added=ids, anchor_call="", substitution=substitution)
-
-    def _reply(
-        self,
-        request: ChatRequest,
-        dialect: Dialect,
-        prompt: Prompt,
-        generation: Generation,
-        call_id: str,
-        counts: list[str],
-    ) -> Reply:
-        """What the harness is told: decided here, whole, before the first byte goes out."""
-        parsed = self._renderer.parse(generation.output_ids.tolist(), request.tools, prompt.ids[-TAIL_TOKENS:].tolist())
-        text, tool_calls, stop_sequence = parsed.text, parsed.tool_calls, ""
-        if parsed.num_malformed:
-            counts.extend(["malformed_tool_calls"] * parsed.num_malformed)
-        if generation.finish_reason is FinishReason.STOP and (
-            generation.output_ids[-1] not in self._renderer.stop_token_ids
-        ):
-            text, stop_sequence = _cut_at_stop(text, request.stop)
-        if not text and not tool_calls:
-            counts.append("empty_replies")
-        unique = hashlib.blake2b(f"{self.session_id}/{call_id}".encode(), digest_size=12).hexdigest()
-        show_reasoning = bool(parsed.reasoning) and request.wants_reasoning
-        return Reply(
-            call_id=call_id,
-            text=text,
-            reasoning=parsed.reasoning if show_reasoning else "",
-            signature=f"gyre-{unique}" if show_reasoning else "",
-            tool_calls=tuple(
-                ToolCall(call_id=dialect.mint_tool_call_id(f"{unique}{position:02d}"), name=name, arguments=arguments)
-                for position, (name, arguments) in enumerate(tool_calls)
-            ),
-            finish_reason=generation.finish_reason,
-            stop_sequence=stop_sequence,
-            prompt_tokens=generation.prompt_tokens,
-            output_tokens=len(generation.output_ids),
-            cached_tokens=min(generation.cached_tokens, generation.prompt_tokens),
-            reasoning_tokens=parsed.reasoning_tokens,
-            created_s=self._clock.now_s(),
-        )
-
-    def _role(self, request: ChatRequest, counts: list[str]) -> Role:
+    def _role(self, request: ChatRequest, counts: Counter[str]) -> Role:
         if self._table is None:
-            counts.append("roles_unknown_harness")
+            counts["roles_unknown_harness"] += 1
             return Role.MAIN
         return self._table.role(request.facts)
 
@@ -381,8 +300,14 @@ class Session:
         limits = self.settings.limits
         if self._recorder.num_calls + len(self._running) >= limits.max_calls:
             raise Refusal(RefusalKind.FORBIDDEN, f"this session used up its {limits.max_calls} calls")
-        if self._recorder.num_sampled >= limits.max_tokens:
-            raise Refusal(RefusalKind.FORBIDDEN, f"this session used up its {limits.max_tokens} tokens")
+        self._token_budget()
+
+    def _token_budget(self) -> int:
+        """Tokens that may still be sampled; raises Refusal when none may."""
+        budget = self.settings.limits.max_tokens - self._recorder.num_sampled
+        if budget < 1:
+            raise Refusal(RefusalKind.FORBIDDEN, f"this session used up its {self.settings.limits.max_tokens} tokens")
+        return budget
 
     def _ended(self, digest: bytes, task: asyncio.Task[Reply]) -> None:
         del self._running[digest]
@@ -393,12 +318,3 @@ class Session:
         """A sealed session needs its bytes only."""
         self._undelivered.clear()
         self._cache = KeyCache()
-
-
-def _cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """The text before the first stop string, and that string."""
-    found = [(text.find(stop), stop) for stop in stops if stop in text]
-    if not found:
-        return text, stops[0] if len(stops) == 1 else ""
-    position, stop = min(found)
-    return text[:position].rstrip(), stop

@@ -32,7 +32,7 @@ class ProxySettings(_Section):
     engine_call_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     engine_attempts: Annotated[int, Field(ge=1)] = 8  # tries without progress before the harness is told to come back
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # to read a request's body
-    max_body_bytes: Annotated[int, Field(gt=0)] = 32 * 2**20
+    max_body_bytes: Annotated[int, Field(gt=0)] = 16 * 2**20  # a history of a million tokens is 5 to 10 MB
     role_tables: tuple[dict[str, Any], ...] = Field(default=(), strict=False)  # asked before the built-in ones
 
     @field_validator("role_tables")

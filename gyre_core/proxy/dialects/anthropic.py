@@ -60,7 +60,8 @@ class MessagesDialect:
             max_tokens=max_tokens,
             stop=tuple(s for s in stop if s),
             stream=body.get("stream") is True,
-            wants_reasoning=isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"),
+            shows_reasoning=isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"),
+            omits_reasoning_text=isinstance(thinking, dict) and thinking.get("display") == "omitted",
             temperature=_number(body.get("temperature")),
             facts=RequestFacts(
                 headers=headers,

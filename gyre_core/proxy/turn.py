@@ -1,0 +1,122 @@
+"""One turn between messages and tokens: a request to its exact prompt, an output to what the harness is told.
+
+Enters: a request with its plan, a generation. Leaves: a `Prompt` (recorded tokens and what follows them, or a full
+render) and a `Reply`. Everything about a reply is decided here, before its first byte goes out.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from gyre_core.proxy.conversation import ChatRequest, Reply, ToolCall
+from gyre_core.proxy.dialects.base import Dialect
+from gyre_core.proxy.refusal import bad_request
+from gyre_core.proxy.render import PromptRenderer, check_vocabulary
+from gyre_core.trajectory.recorder import Plan, Recorder
+from gyre_core.types import FinishReason, Generation, Substitution, TokenIds
+
+TAIL_TOKENS = 256  # of the prompt's end, for the bridge: holds the last turn's opening whatever the message lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A request's exact prompt and where it hangs."""
+
+    ids: TokenIds  # the whole prompt
+    added: TokenIds  # those after the anchor's path; all of them without an anchor
+    anchor_call: str
+    substitution: Substitution
+
+
+async def build_prompt(
+    request: ChatRequest, plan: Plan, starts: list[int], *, recorder: Recorder, renderer: PromptRenderer
+) -> Prompt:
+    """The exact prompt of a request; `starts` says where each raw message's keys begin. Raises Refusal."""
+    tools, anchor = request.tools, plan.anchor
+    added: list[int] | None = None
+    try:
+        if anchor is not None and plan.bridgeable:
+            first_new = starts.index(plan.num_known) if plan.num_known in starts else len(starts)
+            new = request.messages(first_new)
+            if new:
+                tail = recorder.tree.tail_ids(anchor.prompt_node, TAIL_TOKENS).tolist()
+                history = partial(request.messages, 0, first_new)
+                added = await renderer.run(
+                    new, partial(renderer.extend, tail, anchor.output_ids.tolist(), new, tools, history)
+                )
+            elif anchor.finish_reason is FinishReason.LENGTH:
+                added = []  # the reply was cut and the harness asks to go on with it
+        if added is not None and anchor is not None:
+            check_vocabulary(added, renderer.vocab_size)
+            return Prompt(
+                ids=recorder.prompt_ids(anchor, added),
+                added=np.array(added, np.int32),
+                anchor_call=anchor.call_id,
+                substitution=plan.substitution,
+            )
+        messages = request.messages()
+        rendered = await renderer.run(messages, partial(renderer.render, messages, tools))
+        check_vocabulary(rendered, renderer.vocab_size)
+    except ValueError as error:
+        raise bad_request(str(error)) from error
+    ids = np.array(rendered, np.int32)
+    drifted = anchor is not None and not recorder.continues(anchor, ids)
+    substitution = plan.substitution
+    if drifted and substitution is not Substitution.SYNTHETIC:
+        substitution = Substitution.FORKED  # the template does not append here
+    return Prompt(ids=ids, added=ids, anchor_call="", substitution=substitution)
+
+
+def build_reply(
+    request: ChatRequest,
+    prompt: Prompt,
+    generation: Generation,
+    *,
+    dialect: Dialect,
+    renderer: PromptRenderer,
+    call_id: str,
+    session_id: str,
+    now_s: float,
+    counts: Counter[str],
+) -> Reply:
+    """What the harness is told of an output; oddities are added to `counts`."""
+    parsed = renderer.parse(generation.output_ids.tolist(), request.tools, prompt.ids[-TAIL_TOKENS:].tolist())
+    text, tool_calls, stop_sequence = parsed.text, parsed.tool_calls, ""
+    if parsed.num_malformed:
+        counts["malformed_tool_calls"] += parsed.num_malformed
+    if generation.finish_reason is FinishReason.STOP and (generation.output_ids[-1] not in renderer.stop_token_ids):
+        text, stop_sequence = _cut_at_stop(text, request.stop)
+    if not text and not tool_calls:
+        counts["empty_replies"] += 1
+    unique = hashlib.blake2b(f"{session_id}/{call_id}".encode(), digest_size=12).hexdigest()
+    shown = bool(parsed.reasoning) and request.shows_reasoning
+    return Reply(
+        call_id=call_id,
+        text=text,
+        reasoning=parsed.reasoning if shown and not request.omits_reasoning_text else "",
+        signature=f"gyre-{unique}" if shown else "",
+        tool_calls=tuple(
+            ToolCall(call_id=dialect.mint_tool_call_id(f"{unique}{position:02d}"), name=name, arguments=arguments)
+            for position, (name, arguments) in enumerate(tool_calls)
+        ),
+        finish_reason=generation.finish_reason,
+        stop_sequence=stop_sequence,
+        prompt_tokens=generation.prompt_tokens,
+        output_tokens=len(generation.output_ids),
+        cached_tokens=min(generation.cached_tokens, generation.prompt_tokens),
+        reasoning_tokens=parsed.reasoning_tokens,
+        created_s=now_s,
+    )
+
+
+def _cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text before the first stop string, and that string."""
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, stops[0] if len(stops) == 1 else ""
+    position, stop = min(found)
+    return text[:position].rstrip(), stop
