@@ -95,6 +95,16 @@ class SGLangServer:
         return install
 
     @property
+    def dtype(self) -> str:
+        """Type of the weights."""
+        return self.config.dtype
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
+        return self.install.device
+
+    @property
     def url(self) -> str:
         """Where the server answers; known from `start` on."""
         return f"http://127.0.0.1:{self.port}"

@@ -17,7 +17,8 @@ from gyre_core.errors import EngineError
 from gyre_core.types import Generation, Json, SamplingParams
 
 CONNECT_TIMEOUT_S = 5.0  # one machine or one cluster network: an engine that lives accepts at once
-CONTROL_TIMEOUT_S = 60.0  # control verbs; the slowest measured is a checksum of all weights
+CONTROL_TIMEOUT_S = 60.0  # control verbs; measured in milliseconds
+WEIGHTS_TIMEOUT_S = 1800.0  # reading or hashing all weights: proportional to their size, minutes for the largest models
 ABORT_TIMEOUT_S = 2.0  # of the courtesy abort after a cancelled or timed-out call; measured 3 ms
 BUSY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})  # the engine's trouble, not the call's
 
@@ -128,10 +129,15 @@ class SGLangClient:
                 retryable=True,
             )
 
-    async def update_weights_from_disk(self, path: str, *, version: int) -> None:
-        """Load the safetensors of folder `path` (the engine's machine) as policy version `version`; flush the cache."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
-        data = await self._post("/update_weights_from_disk", body)
+    async def update_weights_from_disk(self, path: str, *, version: int | None = None) -> None:
+        """Load the safetensors of folder `path` (on the engine's machine) and flush the cache.
+
+        `version` names the new weights; None leaves the old name, until `update_weight_version`.
+        """
+        body: Json = {"model_path": path, "flush_cache": True, "abort_all_requests": False}
+        if version is not None:
+            body["weight_version"] = str(version)
+        data = await self._post("/update_weights_from_disk", body, timeout_s=WEIGHTS_TIMEOUT_S)
         if data.get("success") is not True:
             raise EngineError(f"engine {self.url} did not load {path}: {data.get('message', data)}")
 
@@ -143,7 +149,7 @@ class SGLangClient:
 
     async def checksums(self) -> dict[str, str]:
         """Hash of every parameter by the engine's own name, 16 hex digits. An engine of several ranks is refused."""
-        data = await self._post("/weights_checker", {"action": "checksum"})
+        data = await self._post("/weights_checker", {"action": "checksum"}, timeout_s=WEIGHTS_TIMEOUT_S)
         ranks = data.get("ranks")
         if data.get("success") is not True or not isinstance(ranks, list) or not ranks:
             raise EngineError(f"engine {self.url} gave no checksums: {data.get('message', data)}")
@@ -203,15 +209,22 @@ class SGLangClient:
             await self._http.post("/abort_request", json={"rid": rid}, timeout=ABORT_TIMEOUT_S)
 
     async def _request(
-        self, method: str, path: str, body: Json | None = None, params: Mapping[str, int] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        params: Mapping[str, int] | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> httpx.Response:
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
-            return await self._http.request(method, path, json=body, params=params)
+            return await self._http.request(method, path, json=body, params=params, timeout=timeout)
         except httpx.HTTPError as error:
             raise EngineError(f"engine {self.url} did not answer {path}: {error!r}", retryable=True) from error
 
-    async def _post(self, path: str, body: Json) -> Json:
-        reply = await self._request("POST", path, body)
+    async def _post(self, path: str, body: Json, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Json:
+        reply = await self._request("POST", path, body, timeout_s=timeout_s)
         return self._read(reply, path) if reply.content.strip() else self._read_empty(reply, path)
 
     def _read_empty(self, reply: httpx.Response, what: str) -> Json:

@@ -99,7 +99,8 @@ class MooncakeWriter:
     def write(self, session: str, sources: Sequence[torch.Tensor], targets: Sequence[RemoteMemory]) -> int:
         """Copy each source into its target; returns the bytes written.
 
-        Sources are contiguous host tensors of the targets' exact sizes; they stay alive and unchanged until this returns.
+        Sources are contiguous host tensors of the targets' exact sizes; they stay alive and as they are until this
+        returns.
         Blocks, with one core busy: call it on a thread. Raises ValueError for shapes, TransferError for the transfer.
         """
         if self._engine is None:
