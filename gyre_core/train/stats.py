@@ -35,7 +35,7 @@ class StepStats:
     Example: MegatronTrainer.optimizer_step(num_rollouts=48).grad_norm
     """
 
-    step: int  # optimizer steps done, this one included: the new policy version
+    step: int  # optimizer steps done, this one included; skipped steps do not count
     num_rollouts: int  # what the summed gradient was divided by
     num_micro_steps: int
     grad_norm: float  # after the division, before clipping

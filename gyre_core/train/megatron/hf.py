@@ -101,7 +101,9 @@ def transformer_config(model: HfModel, *, recompute: bool = False) -> Transforme
     """Megatron's view of the model, fp32. Why each switch: fused kernels need CUDA, round, or ignore a forest.
 
     masked_softmax_fusion would ignore the forest in bf16, cross_entropy_loss_fusion rounds gradients to bf16,
-    gradient_accumulation_fusion needs Apex. `recompute` saves activations at layer boundaries only.
+    gradient_accumulation_fusion needs Apex. calculate_per_token_loss makes data-parallel ranks sum their gradients
+    instead of averaging them: the one division is the optimizer step's. `recompute` keeps activations at layer
+    boundaries only.
     """
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -128,6 +130,7 @@ def transformer_config(model: HfModel, *, recompute: bool = False) -> Transforme
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
+        calculate_per_token_loss=True,
         **(full if recompute else {}),
     )
 
