@@ -24,9 +24,17 @@ class Decision:
 
 
 def classify(
-    harness: HarnessResult, *, num_calls: int, workspace_kept: bool, overall_expired: bool = False
+    harness: HarnessResult,
+    *,
+    num_calls: int,
+    workspace_kept: bool,
+    overall_expired: bool = False,
+    time_limit: str = "",
 ) -> Decision:
-    """Decide by what happened, in this order: cancelled, nothing ran, no call made, time limit, failed, finished."""
+    """Decide by what happened, in this order: cancelled, nothing ran, no call made, time limit, failed, finished.
+
+    `time_limit` tells people which limit the harness had and who set it.
+    """
     if overall_expired:
         return Decision(outcome=Outcome.CANCELLED, to_grade=False, reason="the overall limit ended the rollout")
     if harness.error:
@@ -39,7 +47,8 @@ def classify(
         reason = f"the harness {ended} without a model call" + (f"; its output ends with: {tail}" if tail else "")
         return Decision(outcome=Outcome.NO_ARTIFACT, to_grade=False, reason=reason)
     if harness.timed_out:
-        reason = f"the harness reached its time limit after {harness.duration_s:.1f} s"
+        named = f" ({time_limit})" if time_limit else ""
+        reason = f"the harness reached its time limit{named} after {harness.duration_s:.1f} s"
         return Decision(outcome=Outcome.TIME_LIMIT, to_grade=True, reason=reason)
     if harness.exit_code != 0:
         return Decision(

@@ -72,10 +72,15 @@ async def grade_workspace(
     harness: HarnessResult,
     num_calls: int,
     scratch: Path,
+    time_limit: str = "",
 ) -> Grade:
-    """Grade an ended rollout. `scratch` is a folder of the rollout's own for copies of tests, logs and reward files."""
+    """Grade an ended rollout.
+
+    `scratch` is a folder of the rollout's own for copies of tests, logs and reward files; `time_limit` says in words
+    which limit the harness had.
+    """
     kept = workspace.is_dir() and not workspace.is_symlink()
-    decision = classify(harness, num_calls=num_calls, workspace_kept=kept)
+    decision = classify(harness, num_calls=num_calls, workspace_kept=kept, time_limit=time_limit)
     if not decision.to_grade:
         return ungraded(decision, grading)
     timeout_s = problem.verifier_timeout_s or grading.timeout_s
