@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 SEED = 7
 TOKENIZER_EPISODES = 2000
 STAGES = (
-    Stage(name="single", steps=700, max_jobs=1, batch_tokens=2048, with_system=False, rate=1.0, rate_end=1.0),
+    Stage(name="single", steps=900, max_jobs=1, batch_tokens=2048, with_system=False, rate=1.0, rate_end=1.0),
     Stage(name="several", steps=800, max_jobs=3, batch_tokens=3072, with_system=False, rate=1.0, rate_end=0.5),
     Stage(name="system", steps=500, max_jobs=3, batch_tokens=2560, with_system=True, rate=0.5, rate_end=0.01),
 )

@@ -101,17 +101,34 @@ def demonstrate(jobs: list[Job], rng: Random, *, sub_agent: bool = False) -> lis
     return conversations
 
 
+# Words are harder to copy than file names (there are more of them, in fewer sentences): kinds that name words come
+# more often here than in the problems.
+KIND_WEIGHTS = {"write": 2.0, "append": 1.5, "replace": 2.5, "find": 2.0}
+
+
+def draw_kinds(rng: Random, count: int) -> list[str]:
+    """Different simple kinds, by weight."""
+    kinds: list[str] = []
+    while len(kinds) < count:
+        weights = [KIND_WEIGHTS.get(kind, 1.0) * (kind not in kinds) for kind in SIMPLE_KINDS]
+        kinds += rng.choices(SIMPLE_KINDS, weights)
+    return kinds
+
+
 def draw_jobs(rng: Random, *, max_jobs: int = 3) -> list[Job]:
-    """A random instruction with the shares the problems have, from all names."""
+    """A random instruction from all names, with about the shares of families that the problems have."""
     names = Names.draw(rng, *ALL_NAMES)
-    draw = rng.random()
-    if max_jobs >= 3 and draw < 0.06:
+    family = rng.random()
+    if family < 0.08 and max_jobs >= 3:
         return make("lookup", names, rng)
-    if max_jobs >= 2 and draw < 0.14:
-        jobs = make("delegate", names, rng) + make(rng.choice(SIMPLE_KINDS), names, rng)
-        return jobs if rng.random() < 0.7 else jobs[::-1]
-    if max_jobs >= 2 and draw < 0.22:
-        folder, other = make("folder", names, rng), make(rng.choice(SIMPLE_KINDS), names, rng)
+    if family < 0.22:
+        folder = make("folder", names, rng)
+        if max_jobs == 1:
+            return folder[:1]
+        other = make(draw_kinds(rng, 1)[0], names, rng)
         return rng.choice((folder, folder + other, other + folder))[:max_jobs]
-    kinds = rng.sample(SIMPLE_KINDS, rng.choice((1, 2, 2, 2, 3, 3)) if max_jobs >= 3 else rng.randint(1, max_jobs))
-    return [job for kind in kinds for job in make(kind, names, rng)]
+    if family < 0.30 and max_jobs >= 2:
+        delegated, other = make("delegate", names, rng), make(draw_kinds(rng, 1)[0], names, rng)
+        return delegated + other if rng.random() < 0.7 else other + delegated
+    count = rng.choice((1, 2, 2, 2, 3, 3)) if max_jobs >= 3 else rng.randint(1, max_jobs)
+    return [job for kind in draw_kinds(rng, count) for job in make(kind, names, rng)]

@@ -34,7 +34,7 @@ MAX_SUMMARIES = 2  # of one run: a summary that does not help must not go on for
 MAX_TOKENS = 200  # of one reply; an honest one takes about 60
 COMMAND_TIMEOUT_S = 5.0
 MAX_OUTPUT_CHARS = 2000
-COMPACT_TOKENS = 600  # prompt tokens; three jobs without a long file stay below 500
+COMPACT_TOKENS = 500  # prompt tokens; three jobs stay below 440, a long file brings it to 560
 
 
 def run_bash(command: str) -> str:
