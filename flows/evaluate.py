@@ -20,7 +20,7 @@ from tasks.summary import Evaluation, report_evaluation, stored_evaluation
 @flow(
     name="evaluate",
     flow_run_name="{run_id}",
-    task_runner=ThreadPoolTaskRunner(max_workers=64),  # pyright: ignore[reportArgumentType]
+    task_runner=ThreadPoolTaskRunner(max_workers=64),
     validate_parameters=False,
     persist_result=False,
 )

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 @flow(
     name="train",
     flow_run_name="{run_id}",
-    task_runner=ThreadPoolTaskRunner(max_workers=64),  # pyright: ignore[reportArgumentType]
+    task_runner=ThreadPoolTaskRunner(max_workers=64),
     validate_parameters=False,
     persist_result=False,
 )

@@ -111,9 +111,9 @@ def ensure_server(config: PrefectConfig, runs_dir: Path, *, timeout_s: float = 1
 
 def flush_logs() -> None:
     """Send what Prefect's log handler still holds; call before stopping a server."""
-    from prefect.logging.handlers import APILogHandler
+    from prefect.logging.handlers import APILogWorker
 
-    APILogHandler.flush()
+    APILogWorker.drain_all(timeout=5)
 
 
 def _prefect_command() -> list[str]:

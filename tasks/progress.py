@@ -51,7 +51,7 @@ class RunProgress:
     def note(self, text: str) -> None:
         """One line that stays."""
         elapsed = time.monotonic() - self._started
-        self._console.print(Text(f"[{elapsed:6.1f} s] {text}"), highlight=False)
+        self._console.print(Text(f"[{elapsed:6.1f} s] {text}"), highlight=False, soft_wrap=True)
 
     def resume_at(self, step: int) -> None:
         """Steps below `step` were done by an earlier process."""

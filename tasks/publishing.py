@@ -77,6 +77,8 @@ def commit_step(
             **result.stats,
             "reward_mean": sum(rewards) / len(rewards) if rewards else 0.0,
             "tokens_sampled": sum(group.tokens_sampled for group in groups.value),
+            "tokens_unique": sum(group.unique_tokens for group in groups.value),
+            "tokens_in_branches": sum(group.branch_tokens for group in groups.value),
             "tokens_trained": result.stats.get("num_targets", 0.0),
             "staleness_max": max((group.staleness_max for group in groups.value), default=0),
             "rollout_s": rollout_s,

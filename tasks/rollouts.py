@@ -3,13 +3,13 @@
 import asyncio
 from typing import Any
 
-from gyre_core.rollout.runner import ExecutedRollout
-from gyre_core.rollout.runner import execute_rollout as execute
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from gyre_core.proxy.admin_client import ProxyAdmin
 from gyre_core.rollout.dispatch import plan_groups, problems_of_step
+from gyre_core.rollout.runner import ExecutedRollout
+from gyre_core.rollout.runner import execute_rollout as execute
 from gyre_core.types import RolloutSpec
 from tasks.context import Box, RunContext
 
@@ -47,7 +47,7 @@ def execute_rollout(run: RunContext, spec: RolloutSpec) -> Box[ExecutedRollout]:
                 workdir=run.workspace_root(spec.rollout_id),
             )
 
-    return Box(asyncio.run(work()))
+    return Box(asyncio.run(work()), label=spec.label)
 
 
 def _sampled_at(run: RunContext, spec: RolloutSpec) -> Any:

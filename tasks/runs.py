@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gyre_core.config import RunConfig
-from gyre_core.errors import ConfigError, StoreError
-from gyre_core.grading.problems import Problem, load_problems
+from gyre_core.errors import StoreError
+from gyre_core.grading.inputs import check_inputs
 from gyre_core.metrics import MetricsWriter
 from gyre_core.rollout.sandbox import Sandbox
 from gyre_core.run_folder import RunFolder
@@ -24,23 +24,6 @@ from tasks.scheduling import open_engines
 from tasks.services import running_services
 
 logger = logging.getLogger(__name__)
-
-
-def check_inputs(config: RunConfig) -> tuple[dict[str, Problem], dict[str, Problem]]:
-    """Training and held-out problems by id; raises ConfigError or ProblemError for what cannot be run."""
-    if not (config.model.path / "config.json").is_file():
-        raise ConfigError(f"model.path {config.model.path} holds no config.json: give a Hugging Face checkpoint folder")
-    problems = {problem.problem_id: problem for problem in load_problems(config.data.train)}
-    heldout: dict[str, Problem] = {}
-    if config.data.heldout is not None:
-        heldout = {problem.problem_id: problem for problem in load_problems(config.data.heldout)}
-    shared = sorted(problems.keys() & heldout.keys())
-    if shared:
-        raise ConfigError(
-            f"data.heldout shares {len(shared)} problem(s) with data.train ({', '.join(shared[:3])} ...): held-out "
-            "reward would measure memory; move or rename them"
-        )
-    return problems, heldout
 
 
 @contextlib.contextmanager
@@ -67,7 +50,7 @@ def open_run(
         progress = stack.enter_context(RunProgress(run_id, num_steps=config.train.steps, quiet=quiet))
         progress.resume_at(policy_version)
         progress.note(
-            f"run {run_id}: {len(problems)} training and {len(heldout)} held-out problems, sandbox {sandbox.kind}; "
+            f"run {run_id}: {len(problems)} training and {len(heldout)} held-out problems, {sandbox.backend}; "
             + (f"resuming after step {policy_version}" if resume else "starting engine, trainer and proxy")
         )
         services = stack.enter_context(

@@ -51,7 +51,7 @@ def report_evaluation(run: RunContext, tag: str, policy_version: int, groups: Se
         tokens_sampled=sum(group.tokens_sampled for group in groups),
     )
     run.store.commit("evaluation", {}, asdict(result), f"evaluation-{tag}")
-    run.metrics.write(policy_version, {"heldout/reward_mean": result.reward if rewards else float("nan")})
+    run.metrics.write(policy_version, {"heldout/reward_mean": float("nan") if result.reward is None else result.reward})
     shown = f"{result.reward:.3f}" if result.reward is not None else "none (no included rollout)"
     run.progress.note(f"held-out reward {tag}: {shown} at version {policy_version} over {len(groups)} problems")
     _outcome_row(run, f"held-out {tag}", outcomes, [group for group in groups])

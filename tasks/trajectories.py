@@ -1,33 +1,35 @@
-"""Tasks that turn recorded trees into training branches: selection per rollout, advantage and commit per group."""
+"""Tasks that turn recorded trees into training branches: a check of each tree, then advantage, selection and commit of
+each group.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-from gyre_core.rollout.runner import FinishedRollout
-from gyre_core.selection.advantage import group_advantages
-from gyre_core.selection.batch import training_branches
-from gyre_core.selection.branches import SelectedBranch, select_branches
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from gyre_core.rollout.dispatch import stable_seed
+from gyre_core.rollout.runner import FinishedRollout
+from gyre_core.selection.batch import build_branches
+from gyre_core.selection.staleness import staleness
 from gyre_core.store import StoredRollout
-from gyre_core.types import RolloutSpec, TrainingBranch
+from gyre_core.types import Grade, Outcome, TrainingBranch
 from tasks.context import Box, RunContext
 
+GradedRollout = FinishedRollout | StoredRollout
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProcessedRollout:
-    """A graded rollout with its selected branches.
+    """A graded rollout whose tree was checked, and what sharing prefixes saves in it.
 
-    Example: ProcessedRollout(rollout=finished, selected=(branch,))
+    Example: ProcessedRollout(rollout=finished, unique_tokens=600, branch_tokens=900, sampled_tokens=120)
     """
 
-    rollout: FinishedRollout | StoredRollout
-    selected: tuple[SelectedBranch, ...]
+    rollout: GradedRollout
+    unique_tokens: int  # in the tree
+    branch_tokens: int  # summed over its branches
+    sampled_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +47,21 @@ class CompleteGroup:
     rollouts_dropped: dict[str, str] = field(default_factory=dict)  # excluded members and why
     outcomes: dict[str, int] = field(default_factory=dict)
     tokens_sampled: int = 0
+    unique_tokens: int = 0  # in the members' trees
+    branch_tokens: int = 0  # what flat storage of their branches would hold
     staleness_max: int = 0
     commit_seq: int = -1
 
 
 @task(name="process_rollout", task_run_name="{finished.label} / process", cache_policy=NO_CACHE, tags=["process"])
 def process_rollout(run: RunContext, finished: Box[FinishedRollout]) -> Box[ProcessedRollout]:
-    """Select at most J branches of the rollout's tree, each target once."""
-    return Box(_processed(run, finished.value), label=finished.label)
+    """Check the rollout's tree and measure it; a tree that breaks its invariants is excluded, never trained on."""
+    return Box(_processed(finished.value), label=finished.label)
 
 
 @task(name="complete_group", task_run_name="{group_id} / complete", cache_policy=NO_CACHE)
 def complete_group(run: RunContext, group_id: str, members: Box[list[Box[ProcessedRollout]]]) -> Box[CompleteGroup]:
-    """Advantages over the included members; the group's rollouts and branches are committed to the store."""
+    """Advantages, selected branches and their weights; the group is committed to the store."""
     processed = sorted((box.value for box in members.value), key=lambda item: item.rollout.spec.member)
     return Box(_completed(run, group_id, processed), label=group_id)
 
@@ -67,86 +71,69 @@ def stored_groups(run: RunContext, step: int) -> dict[str, CompleteGroup]:
     groups = {}
     for commit in run.store.commits("group"):
         if commit.record["step"] == step and commit.record["policy_version"] == run.policy_version:
-            processed = [_processed(run, rollout) for rollout in run.store.read_rollouts(commit)]
             group_id = str(commit.record["group_id"])
-            groups[group_id] = _completed(run, group_id, processed)
+            rollouts = run.store.read_rollouts(commit)
+            groups[group_id] = _completed(run, group_id, [_processed(rollout) for rollout in rollouts])
     return groups
 
 
-def _processed(run: RunContext, rollout: FinishedRollout | StoredRollout) -> ProcessedRollout:
-    spec, selection = rollout.spec, run.config.selection
-    if not rollout.grade.included:
-        return ProcessedRollout(rollout=rollout, selected=())
-    selected = select_branches(
-        rollout.trajectory.tree,
-        max_branches=selection.max_branches,
-        role_order=selection.role_order,
-        rng=np.random.default_rng(stable_seed(run.config.seed, "select", spec.step, spec.rollout_id)),
+def _processed(rollout: GradedRollout) -> ProcessedRollout:
+    tree = rollout.trajectory.tree
+    try:
+        tree.validate()
+    except ValueError as error:
+        grade = Grade(outcome=Outcome.NO_ARTIFACT, reward=None, reason=f"the recorded tree is inconsistent: {error}")
+        rollout = replace(rollout, grade=grade)
+    return ProcessedRollout(
+        rollout=rollout,
+        unique_tokens=tree.unique_tokens,
+        branch_tokens=sum(len(tree.path_tokens(leaf)) for leaf in tree.leaves()),
+        sampled_tokens=tree.sampled_tokens,
     )
-    return ProcessedRollout(rollout=rollout, selected=selected)
 
 
 def _completed(run: RunContext, group_id: str, processed: Sequence[ProcessedRollout]) -> CompleteGroup:
-    """Pure but for the commit, which repeats harmlessly: the token is the group's id."""
-    selection = run.config.selection
-    spec = processed[0].rollout.spec
-    rewards = [item.rollout.grade.reward for item in processed]
-    advantages = group_advantages(rewards, min_group=selection.min_group, eps=selection.advantage_eps)
-    training = spec.step >= 0
-    branches: list[TrainingBranch] = []
-    if training and advantages.dropped_reason is None:
-        for item, advantage in zip(processed, advantages.values, strict=True):
-            if item.rollout.grade.included:
-                branches += training_branches(
-                    item.rollout.spec,
-                    item.rollout.trajectory.tree,
-                    item.selected,
-                    advantage=float(advantage),
-                    temperature=run.config.rollout.temperature,
-                )
-    outcomes = Counter(item.rollout.grade.outcome.value for item in processed)
-    excluded = {
-        item.rollout.spec.rollout_id: f"{item.rollout.grade.outcome.value}: {item.rollout.grade.reason}"
-        for item in processed
-        if not item.rollout.grade.included
-    }
-    included = tuple(reward for reward in rewards if reward is not None)
-    tokens_sampled = sum(item.rollout.trajectory.tree.sampled_tokens for item in processed)
-    commit = run.store.commit_rollouts(
-        "group" if training else "heldout-group",
-        [item.rollout for item in processed],
-        branches,
-        _group_record(run, group_id, spec, processed, advantages.dropped_reason if training else None),
-        token=group_id,
+    """Pure but for the commit, which repeats harmlessly: its token is the group's id."""
+    rollouts = [item.rollout for item in processed]
+    training = rollouts[0].spec.step >= 0
+    temperature = run.config.rollout.temperature if training else run.config.evaluate.temperature
+    built = build_branches(
+        rollouts,
+        selection=run.config.selection,
+        run_seed=run.config.seed,
+        trainer_version=run.policy_version,
+        max_staleness=run.config.scheduler.staleness,
+        temperature=temperature,
     )
+    branches = built.branches if training else ()
+    rewards = [rollout.grade.reward for rollout in rollouts]
+    record = {
+        "group_id": group_id,
+        "problem_id": rollouts[0].spec.problem_id,
+        "step": rollouts[0].spec.step,
+        "policy_version": rollouts[0].spec.dispatch_version,
+        "temperature": temperature,
+        "dropped_reason": built.dropped_reason if training else None,
+        "rewards_by_rollout": {rollout.spec.rollout_id: rollout.grade.reward for rollout in rollouts},
+        "unique_tokens": sum(item.unique_tokens for item in processed),
+        "branch_tokens": sum(item.branch_tokens for item in processed),
+    }
+    kind = "group" if training else "heldout-group"
+    commit = run.store.commit_rollouts(kind, rollouts, branches, record, token=group_id)
+    version = run.policy_version
     return CompleteGroup(
         group_id=group_id,
-        branches=tuple(branches),
-        rewards=included,
-        num_included=len(included),
-        dropped_reason=advantages.dropped_reason if training else None,
-        rollouts_dropped=excluded,
-        outcomes=dict(outcomes),
-        tokens_sampled=tokens_sampled,
-        staleness_max=max((run.policy_version - item.rollout.spec.dispatch_version for item in processed), default=0),
+        branches=branches,
+        rewards=tuple(reward for reward in rewards if reward is not None),
+        num_included=built.num_included,
+        dropped_reason=built.dropped_reason if training else None,
+        rollouts_dropped=built.left_out,
+        outcomes=dict(Counter(rollout.grade.outcome.value for rollout in rollouts)),
+        tokens_sampled=sum(item.sampled_tokens for item in processed),
+        unique_tokens=sum(item.unique_tokens for item in processed),
+        branch_tokens=sum(item.branch_tokens for item in processed),
+        staleness_max=max(
+            staleness(trainer_version=version, dispatch_version=rollout.spec.dispatch_version) for rollout in rollouts
+        ),
         commit_seq=commit.seq,
     )
-
-
-def _group_record(
-    run: RunContext,
-    group_id: str,
-    spec: RolloutSpec,
-    processed: Sequence[ProcessedRollout],
-    dropped_reason: str | None,
-) -> dict[str, Any]:
-    temperature = run.config.rollout.temperature if spec.step >= 0 else run.config.evaluate.temperature
-    return {
-        "group_id": group_id,
-        "problem_id": spec.problem_id,
-        "step": spec.step,
-        "policy_version": spec.dispatch_version,
-        "temperature": temperature,
-        "dropped_reason": dropped_reason,
-        "rewards_by_rollout": {item.rollout.spec.rollout_id: item.rollout.grade.reward for item in processed},
-    }

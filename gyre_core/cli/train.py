@@ -85,8 +85,8 @@ def _resumed(config: RunConfig, run_id: str | None, overrides: Sequence[str]) ->
 
 
 def _in_prefect(config: RunConfig, call: Any, *, quiet: bool) -> dict[str, Any]:
+    from gyre_core.grading.inputs import check_inputs
     from tasks.prefect_server import ensure_server
-    from tasks.runs import check_inputs
 
     check_inputs(config)  # before anything starts: bad input must not cost a server's boot
     logging.getLogger("gyre_core").setLevel(logging.INFO)
