@@ -46,6 +46,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ("Cannot allocate memory", "lower engine.max_total_tokens or end other programs"),
     ("unrecognized arguments", "engine.extra_args holds an option that this SGLang does not have"),
     ("No space left on device", "free disk space (the log, /tmp or /dev/shm is full)"),
+    ("greater than the derived context_length", "lower model.context_length to what the model's config.json allows"),
     ("Can't load the configuration", "model.path is no Hugging Face model folder"),
     ("Cannot find any model weights", "model.path has no *.safetensors"),
 )

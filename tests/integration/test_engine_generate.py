@@ -156,14 +156,22 @@ async def test_generate_beyond_the_context_is_refused_not_retried(client: SGLang
     assert not caught.value.retryable
 
 
-def test_idle_server_leaves_the_cores_to_the_trainer(sglang_server: RunningEngine) -> None:
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_idle_server_leaves_the_cores_to_the_trainer(
+    client: SGLangClient, sglang_server: RunningEngine, paused: bool
+) -> None:
     guard = psutil.Process(sglang_server.server.pid)
     processes = [guard, *guard.children(recursive=True)]
-
-    def seconds() -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-    before = seconds()
+    if paused:
+        await client.pause("retract")
+    before = cpu_seconds(processes)
     with pytest.raises(psutil.TimeoutExpired):
         guard.wait(2.0)  # two seconds in which nothing is asked of it
-    assert seconds() - before < 0.2  # a polling server takes 2.0
+    spent_s = cpu_seconds(processes) - before
+    if paused:
+        await client.continue_generation()
+    assert spent_s < 0.2  # a server that polls takes 2.0

@@ -2,7 +2,7 @@
 
 Correctness on host memory: one-sided weight writes (remote-instance weights over Mooncake), the hierarchical KV cache
 and prefill/decode disaggregation, whose "device" pool is ordinary memory here; a seed of its own for each call
-(sampling.py). Cost: batched attention (attention.py) and forked worker processes.
+(sampling.py). Cost: batched attention (attention.py), forked worker processes, no polling while paused.
 """
 
 import functools
@@ -24,6 +24,7 @@ def install() -> None:
     _batch_attention()
     _seed_each_call()
     _fork_workers()
+    _sleep_while_paused()
 
 
 def _unpin_host_pools() -> None:
@@ -134,3 +135,13 @@ def _fork_workers() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", set_fork, HookType.AFTER)
+
+
+def _sleep_while_paused() -> None:
+    """A paused scheduler waits for messages instead of polling them on a whole core (with `--sleep-on-idle`)."""
+
+    def wait(result: object, scheduler: Any, *args: object, **kwargs: object) -> None:
+        scheduler.maybe_sleep_on_idle()
+
+    target = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+    HookRegistry.register(target, wait, HookType.AFTER)
