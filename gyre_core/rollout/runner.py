@@ -285,7 +285,7 @@ class _Execution:
 
     async def run(self) -> None:
         async with self._timed("prepare_s", "the workspace could not be prepared"):
-            await asyncio.to_thread(self._prepare)
+            await _finish_even_if_cancelled(asyncio.to_thread(self._prepare))
         async with self._timed("prepare_s", "the proxy gave no session"):
             self.session = await self._create_session()
         async with self._timed("harness_s", "the harness could not be run"):

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import functools
 import random
+import stat
 import sys
 import tempfile
 import threading
@@ -65,12 +66,14 @@ class Sandbox:
         hidden: Sequence[Path] = (),
         clock: Clock | None = None,
     ) -> None:
-        """`hidden`: folders to cover where a visible one holds them, such as the run's and the problems' (a project
-        below /usr/src). Raises SandboxError when no back end of that kind works here; the message says why.
+        """Find the back end. Raises SandboxError when no back end of that kind works here; the message says why.
+
+        `hidden`: folders to cover where a visible one holds them, such as the run's and the problems' below /usr/src; a
+        checkout that Gyre runs from is covered anyway.
         """
         self.backend: Backend = choose_backend(kind)
         self.limits = limits or SandboxLimits()
-        self._hidden: tuple[Path, ...] = (*hidden, Path.cwd(), Path(__file__).resolve().parents[2])
+        self._hidden: tuple[Path, ...] = (*hidden, *_checkout())
         self._prefixes = interpreter_prefixes()
         self._clock = clock or SystemClock()
 
@@ -95,13 +98,16 @@ class Sandbox:
         if workspace.is_symlink() or not workspace.is_dir():
             return self._not_run(f"there is no workspace {workspace}")
         with _identity(workspace) as identity:
-            scratch = Path(tempfile.mkdtemp(prefix=".sandbox-", dir=workspace.parent))
+            try:
+                scratch = Path(tempfile.mkdtemp(prefix=".sandbox-", dir=workspace.parent))
+            except OSError as error:
+                return self._not_run(f"the sandbox did not start: {error}")
             try:
                 return await self._run(
                     argv, workspace, timeout_s, dict(env or {}), read_only, read_write, log_path, identity, scratch
                 )
-            except SandboxError as error:
-                return self._not_run(str(error))
+            except (SandboxError, OSError) as error:  # an argument too long; no space, memory or descriptors left
+                return self._not_run(f"the sandbox did not start: {error}")
             finally:
                 folders = [scratch / name for name in _SCRATCH_FOLDERS]
                 if not all([remove_plain(folder) for folder in folders]) or not remove_plain(scratch):
@@ -125,6 +131,9 @@ class Sandbox:
         accounts = (scratch / "passwd", scratch / "group")
         for path, text in zip(accounts, account_texts(identity, HOME_DIR), strict=True):
             path.write_text(text)
+            path.chmod(0o644)  # whatever the umask
+        # An agent may have shut its own folder; whoever runs in it next must be able to enter.
+        workspace.chmod(stat.S_IMODE(workspace.stat().st_mode) | 0o755)
         if not any(inside == LOGS_DIR for _, inside in read_write):
             read_write = [*read_write, (logs, LOGS_DIR)]
         mounts = plan_view(
@@ -155,16 +164,13 @@ class Sandbox:
             )
             return _LAUNCHES[self.backend](spec)
 
-        try:
-            ended = await supervise(
-                make_launch,
-                timeout_s=timeout_s,
-                log_path=log_path,
-                log_bytes=self.limits.log_bytes,
-                clock=self._clock,
-            )
-        except (OSError, ValueError) as error:  # an argument too long or with a NUL; no memory, no descriptors
-            return self._not_run(f"the sandbox did not start: {error}")
+        ended = await supervise(
+            make_launch,
+            timeout_s=timeout_s,
+            log_path=log_path,
+            log_bytes=self.limits.log_bytes,
+            clock=self._clock,
+        )
         return _to_result(ended)
 
     def _not_run(self, reason: str) -> HarnessResult:
@@ -240,6 +246,12 @@ def _identity(workspace: Path) -> Iterator[Identity]:
     finally:
         with _uids_lock:
             _uids_in_use.discard(uid)
+
+
+def _checkout() -> tuple[Path, ...]:
+    """The folder of a source checkout that Gyre runs from, which may lie below a visible one such as /usr/src."""
+    folder = Path(__file__).resolve().parents[2]
+    return (folder,) if (folder / "pyproject.toml").is_file() else ()
 
 
 def _base_env() -> dict[str, str]:

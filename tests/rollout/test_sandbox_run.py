@@ -65,6 +65,25 @@ async def test_run_sandbox_that_cannot_be_built_is_an_error(sandbox: Sandbox, wo
     assert result.exit_code is None and "could not be built" in result.error and "No such file" in result.error
 
 
+async def test_run_without_room_for_its_folders_is_an_error(
+    sandbox: Sandbox, workspace: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*args: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sandbox_module.tempfile, "mkdtemp", refuse)
+    result = await sandbox.run(["true"], workspace=workspace, timeout_s=30)
+    assert "No space left on device" in result.error
+
+
+@pytest.mark.parametrize("mode", ["000", "700"])
+async def test_run_in_a_workspace_that_its_agent_shut(sandbox: Sandbox, workspace: Path, mode: str):
+    (workspace / "answer").write_text("42")
+    await sandbox.run(["chmod", mode, "/app"], workspace=workspace, timeout_s=30)
+    result = await sandbox.run(["cat", "answer"], workspace=workspace, timeout_s=30)
+    assert (result.exit_code, result.log_tail) == (0, "42")
+
+
 @pytest.mark.parametrize("argument", ["x" * 200_000, "nul\0byte"], ids=["too long", "nul"])
 async def test_run_impossible_argument_is_an_error(sandbox: Sandbox, workspace: Path, argument: str):
     result = await sandbox.run(["echo", argument], workspace=workspace, timeout_s=30)
