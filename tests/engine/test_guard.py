@@ -1,6 +1,7 @@
 """The guard between Gyre and a server: nothing outlives it, whatever dies first. Small shell programs stand in."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def test_guard_terminated_kills_the_whole_group(tmp_path: Path) -> None:
 
 
 def test_guard_killed_takes_the_program_with_it(tmp_path: Path) -> None:
-    guard, pids, _ = start_family(tmp_path)
+    guard, pids, folder = start_family(tmp_path)
     try:
         guard.kill()
         guard.wait(20)
@@ -76,6 +77,7 @@ def test_guard_killed_takes_the_program_with_it(tmp_path: Path) -> None:
         if psutil.pid_exists(pids[1]):
             os.kill(pids[1], signal.SIGKILL)  # a sleep does not ask to die with its parent, as SGLang's workers do
         guard.stdin.close()  # type: ignore[union-attr]
+        shutil.rmtree(folder)  # a killed guard cannot
 
 
 def test_guard_parent_killed_leaves_nothing(tmp_path: Path) -> None:
