@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.rollout import run_groups
+from flows.rollout import TASK_RUNNER, run_groups
 from gyre_core.config import RunConfig
 from gyre_core.rollout.dispatch import plan_groups
 from tasks.context import RunContext
@@ -20,7 +19,7 @@ from tasks.summary import Evaluation, report_evaluation, stored_evaluation
 @flow(
     name="evaluate",
     flow_run_name="{run_id}",
-    task_runner=ThreadPoolTaskRunner(max_workers=64),
+    task_runner=TASK_RUNNER,
     validate_parameters=False,
     persist_result=False,
 )

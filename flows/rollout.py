@@ -11,12 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prefect.futures import PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from gyre_core.types import RolloutSpec
 from tasks.context import Box, RunContext
 from tasks.grading import grade_rollout
 from tasks.rollouts import execute_rollout
 from tasks.trajectories import CompleteGroup, complete_group, process_rollout
+
+# Threads wait for harnesses and verifiers most of the time; how many rollouts run at once is `rollout.slots`, not this.
+TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=64)
 
 
 def run_groups(run: RunContext, groups: Sequence[Sequence[RolloutSpec]]) -> Iterator[CompleteGroup]:

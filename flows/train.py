@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.evaluate import evaluate_heldout
-from flows.rollout import run_groups
+from flows.rollout import TASK_RUNNER, run_groups
 from gyre_core.config import RunConfig
 from gyre_core.store import StepRecord
 from tasks.context import Box, RunContext
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 @flow(
     name="train",
     flow_run_name="{run_id}",
-    task_runner=ThreadPoolTaskRunner(max_workers=64),
+    task_runner=TASK_RUNNER,
     validate_parameters=False,
     persist_result=False,
 )

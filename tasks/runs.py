@@ -18,6 +18,7 @@ from gyre_core.rollout.sandbox import Sandbox
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store
 from tasks.context import RunContext
+from tasks.prefect_runs import close_dead_runs
 from tasks.progress import RunProgress
 from tasks.reporting import RunReporter
 from tasks.scheduling import open_engines
@@ -45,6 +46,8 @@ def open_run(
                     f"the last committed step of {run_id} names the checkpoint {checkpoint}, which is not there; "
                     "restore it, or start a new run"
                 )
+        if resume:
+            close_dead_runs(run_id)
         _clear_leftovers(folder)
         sandbox = Sandbox(config.rollout.sandbox)
         progress = stack.enter_context(RunProgress(run_id, num_steps=config.train.steps, quiet=quiet))

@@ -65,7 +65,7 @@ def inspect_rollout(runs_dir: Path, run_id: str, rollout: str) -> tuple[dict[str
     text = render_tree(
         trajectory,
         lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
-        width=Console().width,
+        width=max(160, Console().width),
         trained=(lambda node: trained[node.node_id]) if branches else None,
     )
     grade = stored.grade

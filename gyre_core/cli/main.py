@@ -84,7 +84,7 @@ def inspect(
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Report what this machine has and lacks, with the exact command that mends it. Exit code 1 when something lacks."""
+    """Report what this machine has and lacks, with the command that mends it. Exit code 1 when something lacks."""
     from gyre_core.doctor import run_checks
 
     checks = run_checks()

@@ -89,7 +89,8 @@ def _in_prefect(config: RunConfig, call: Any, *, quiet: bool) -> dict[str, Any]:
     from tasks.prefect_server import ensure_server
 
     check_inputs(config)  # before anything starts: bad input must not cost a server's boot
-    logging.getLogger("gyre_core").setLevel(logging.INFO)
+    for name in ("gyre_core", "tasks", "flows"):
+        logging.getLogger(name).setLevel(logging.INFO)  # to the UI; the terminal shows errors only
     config.runs_dir.mkdir(parents=True, exist_ok=True)
     server = ensure_server(config.prefect, config.runs_dir)
     if not quiet:

@@ -1,5 +1,6 @@
 """`gyre ui`: the Prefect UI on a folder of runs, whether a run is going on or not."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -15,8 +16,7 @@ def serve_ui(runs_dir: Path, port: int) -> None:
     sys.stdout.write(f"Prefect UI: {server.ui_url}\n")
     sys.stdout.flush()
     try:
-        server.wait()
-    except KeyboardInterrupt:
-        pass
+        with contextlib.suppress(KeyboardInterrupt):
+            server.wait()
     finally:
         server.stop()

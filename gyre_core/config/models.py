@@ -175,7 +175,6 @@ class PrefectConfig(Section):
 
     api_url: str | None = None
     port: Annotated[int, Field(ge=0, le=65535)] = 4200  # 0: any free port
-    task_workers: Positive = 16  # threads that run tasks
 
 
 class RunConfig(Section):
