@@ -110,6 +110,10 @@ class FakeEngine:
         """Append to the script."""
         self._script.extend(list(ids) for ids in outputs)
 
+    def forget_outputs(self) -> None:
+        """Drop what is left of the script."""
+        self._script.clear()
+
     def hold(self, after: int = 0) -> None:
         """Stop every call once it has `after` output tokens, until `release`."""
         self._hold_after = after
@@ -219,7 +223,7 @@ class FakeEngine:
 
     def _next_token(self, call: FakeCall) -> int:
         state = xxhash.xxh3_64_digest(orjson.dumps(call.input_ids + call.output_ids))
-        draw = xxhash.xxh3_64_intdigest(state, seed=self._seed + self.version)
+        draw = xxhash.xxh3_64_intdigest(state, seed=self._seed * 1_000_003 + self.version)
         if self._stop_token_ids and draw % self._mean_length == 0:
             return self._stop_token_ids[0]
         token = (draw >> 16) % self.vocab_size

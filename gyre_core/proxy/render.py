@@ -79,7 +79,7 @@ class PromptRenderer:
             if renderer_config is not None and name != "default":
                 renderer_config = type(renderer_config)(thinking_retention=thinking_retention)
             built = create_renderer(tokenizer, renderer_config)  # pyright: ignore[reportArgumentType]
-        except (ValueError, AssertionError, NotImplementedError) as error:
+        except Exception as error:  # a renderer's constructor fails in ways of its own
             raise ConfigError(f"renderer {renderer!r} does not fit the tokenizer of {model_path}: {error}") from error
         logger.info("model %s: renderer %s", model_path, type(built).__name__)
         return cls(tokenizer, built, int(config.get("vocab_size") or len(tokenizer)))

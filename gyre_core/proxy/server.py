@@ -80,11 +80,6 @@ class Proxy:
 
     def create_session(self, settings: SessionSettings) -> Json:
         """A new session; raises ProxyError when its journal cannot be made."""
-        if settings.sampling.max_new_tokens >= self.settings.context_length:
-            raise bad_request(
-                f"sampling.max_new_tokens ({settings.sampling.max_new_tokens}) leaves no room for a prompt in the "
-                f"context of {self.settings.context_length} tokens"
-            )
         session_id, token = secrets.token_hex(16), secrets.token_hex(16)
         digest = hashlib.sha256(token.encode()).digest()
         journal = None

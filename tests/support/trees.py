@@ -1,65 +1,62 @@
-"""Token trees for tests: a tiny notation, and random ones."""
+"""Small builders for token trees: a token is a letter, a path is a word."""
 
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import strategies as st
 
-from gyre_core.trajectory.tree import NO_PARENT, TrajectoryTree, TreeNode
-from gyre_core.types import Role
-from tests.support.rollouts import output_node, prompt_node
-
-# (parent, number of tokens, sampled, role)
-NodeShape = tuple[int, int, bool, Role]
+from gyre_core.trajectory.builder import LiveNode, TokenTree
+from gyre_core.trajectory.tree import Trajectory, TrajectoryTree
+from gyre_core.types import CallRecord, FinishReason, Role, Substitution, VersionSpan
 
 
-def make_tree(shapes: Sequence[NodeShape], rollout_id: str = "r1", versions: Sequence[int] = ()) -> TrajectoryTree:
-    """A tree of given shape; token ids count up from 0 over all nodes, so each token is recognisable."""
-    nodes: list[TreeNode] = []
-    next_id = 0
-    for index, (parent, num, sampled, role) in enumerate(shapes):
-        ids = list(range(next_id, next_id + num))
-        next_id += num
-        if sampled:
-            logprobs = [-0.25 * (token + 1) for token in ids]
-            version = versions[index] if versions else 0
-            nodes.append(
-                output_node(index, parent, ids, logprobs, call_id=f"{rollout_id}-c{index}", version=version, role=role)
-            )
-        else:
-            nodes.append(prompt_node(index, parent, ids, role=role))
-    tree = TrajectoryTree(rollout_id=rollout_id, nodes=tuple(nodes))
-    tree.validate()
-    return tree
+def ids(word: str) -> np.ndarray:
+    """Tokens of a word."""
+    return np.array([ord(letter) for letter in word], np.int32)
 
 
-@st.composite
-def trees(draw: st.DrawFn, *, max_nodes: int = 14) -> TrajectoryTree:
-    """Any tree: several roots, outputs at roots, prompts as leaves, every role anywhere."""
-    num = draw(st.integers(0, max_nodes))
-    shapes = [
-        (
-            draw(st.integers(NO_PARENT, index - 1)),
-            draw(st.integers(1, 4)),
-            draw(st.booleans()),
-            draw(st.sampled_from(list(Role))),
-        )
-        for index in range(num)
-    ]
-    return make_tree(shapes, versions=[draw(st.integers(0, 5)) for _ in range(num)])
+def word(tokens: Sequence[int]) -> str:
+    """The word of tokens."""
+    return "".join(chr(token) for token in tokens)
 
 
-def target_tokens(tree: TrajectoryTree, roles: Sequence[Role]) -> set[int]:
-    """Token ids (unique in trees of `make_tree`) that are targets, by the definition and without any cleverness."""
-    found = set()
+def attach(tree: TokenTree, text: str, below: LiveNode | None = None, role: Role = Role.MAIN) -> LiveNode:
+    """Hang prompt tokens below a node, the root by default."""
+    return tree.attach(tree.root if below is None else below, ids(text), role)
+
+
+def sample(
+    tree: TokenTree, parent: LiveNode, text: str, call_id: str, *, version: int = 0, role: Role = Role.MAIN
+) -> LiveNode:
+    """Hang an output below a node; log-probs are -1, -2, ..."""
+    logprobs = -np.arange(1, len(text) + 1, dtype=np.float32)
+    span = VersionSpan(version=version, start=0, end=len(text))
+    return tree.add_output(parent, ids(text), logprobs, [span], call_id=call_id, role=role)
+
+
+def call_record(call_id: str, node_id: int, index: int = 0, **fields: object) -> CallRecord:
+    """A call's record with plausible values."""
+    values: dict = {
+        "rollout_id": "r",
+        "role": Role.MAIN,
+        "dialect": "messages",
+        "model_name": "m",
+        "substitution": Substitution.CLEAN,
+        "finish_reason": FinishReason.STOP,
+        "prompt_tokens": 3,
+        "output_tokens": 2,
+        "cached_tokens": 1,
+        "started_s": 1.25,
+        "finished_s": 2.5,
+        **fields,
+    }
+    return CallRecord(call_id=call_id, node_id=node_id, index=index, **values)
+
+
+def trajectory_of(tree: TrajectoryTree, **counters: int) -> Trajectory:
+    """A trajectory with one call for each call id of a tree."""
+    last: dict[str, int] = {}
     for node in tree.nodes:
-        path = tree.path_tokens(node.node_id)
-        start = len(path) - len(node.token_ids)
-        for offset in range(len(node.token_ids)):
-            if node.sampled[offset] and node.role in roles and start + offset > 0:
-                found.add(int(node.token_ids[offset]))
-    return found
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
+        if node.call_id:
+            last[node.call_id] = node.node_id
+    calls = tuple(call_record(call_id, node_id, index) for index, (call_id, node_id) in enumerate(last.items()))
+    return Trajectory(rollout_id=tree.rollout_id, tree=tree, calls=calls, counters=counters)
