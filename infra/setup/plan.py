@@ -198,7 +198,8 @@ def _versions_check(*pins: str) -> str:
     wanted = dict(pin.split("==") for pin in pins)
     return (
         "import sys; from importlib.metadata import version; "
-        f"sys.exit(str([n for n, v in {wanted!r}.items() if version(n).split('+')[0] != v] or ''))"
+        f"wrong = [n + ' ' + version(n) for n, v in {wanted!r}.items() if version(n).split('+')[0] != v]; "
+        "sys.exit('not as pinned: ' + ', '.join(wrong) if wrong else 0)"
     )
 
 

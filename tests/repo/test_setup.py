@@ -158,6 +158,19 @@ def test_build_that_fails_says_why_and_stays_half_built_until_a_good_one(
     assert plan.decide(bad, tmp_path)[0] is plan.Decision.KEEP
 
 
+def test_versions_check_passes_only_what_is_as_pinned() -> None:
+    from importlib.metadata import version
+
+    def run(pin: str) -> subprocess.CompletedProcess[str]:
+        code = plan._versions_check("pytest==" + version("pytest"), pin)
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert run("packaging==" + version("packaging")).returncode == 0
+    wrong = run("packaging==1.0")
+    assert wrong.returncode == 1 and f"not as pinned: packaging {version('packaging')}" in wrong.stderr
+    assert run("no-such-distribution==1").returncode == 1
+
+
 def test_announce_too_little_disk_is_refused_with_the_numbers(
     clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
