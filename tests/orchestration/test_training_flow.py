@@ -1,0 +1,217 @@
+"""The training flow: what it trains, in which order, and that a death at any point loses and repeats nothing."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+
+from flows.rollout import TASK_RUNNER, run_groups
+from flows.train import train_step
+from gyre_core.rollout.dispatch import plan_groups
+from gyre_core.run_folder import RunFolder
+from gyre_core.types import Outcome, RolloutSpec
+from tasks.context import RunContext
+from tasks.summary import run_summary
+from tests.support.rollouts import Finished
+from tests.support.runs import (
+    FakeCell,
+    SimulatedDeath,
+    finished_rollout,
+    make_context,
+    reward_by_member,
+    small_config,
+)
+
+
+class Rollouts:
+    """Stands for harness and verifier; counts executions and how many overlap."""
+
+    def __init__(self) -> None:
+        self.executed: Counter[str] = Counter()
+        self.most_at_once = 0
+        self.rewards: dict[str, float | None] = {}
+        self._running = 0
+        self._lock = threading.Lock()
+
+    async def execute(self, spec: RolloutSpec, problem: Any, **_: Any) -> Any:
+        with self._lock:
+            self._running += 1
+            self.most_at_once = max(self.most_at_once, self._running)
+            self.executed[spec.rollout_id] += 1
+        try:
+            return Executed(spec)
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    async def grade(self, executed: "Executed", problem: Any, **_: Any) -> Finished:
+        spec = executed.spec
+        reward = self.rewards.get(spec.rollout_id, reward_by_member(spec))
+        outcome = Outcome.FINISHED if reward is not None else Outcome.VERIFIER_FAILED
+        return finished_rollout(spec, reward, outcome)
+
+
+class Executed:
+    def __init__(self, spec: RolloutSpec) -> None:
+        self.spec = spec
+
+
+class NoAdmin:
+    """The proxy's admin verbs, recorded."""
+
+    engines: list[dict[str, int]] = []  # noqa: RUF012 - shared on purpose: tasks build their own clients
+
+    def __init__(self, *_: Any) -> None: ...
+
+    async def __aenter__(self) -> "NoAdmin":
+        return self
+
+    async def __aexit__(self, *_: Any) -> None: ...
+
+    async def set_engines(self, engines: dict[str, int], policy_version: int) -> None:
+        NoAdmin.engines.append(engines)
+
+
+@pytest.fixture
+def rollouts(monkeypatch: pytest.MonkeyPatch) -> Rollouts:
+    made = Rollouts()
+    monkeypatch.setattr("tasks.rollouts.execute", made.execute)
+    monkeypatch.setattr("tasks.grading.grade", made.grade)
+    monkeypatch.setattr("tasks.rollouts.ProxyAdmin", NoAdmin)
+    monkeypatch.setattr("tasks.scheduling.ProxyAdmin", NoAdmin)
+    monkeypatch.setattr(NoAdmin, "engines", [])
+    return made
+
+
+@flow(task_runner=TASK_RUNNER, validate_parameters=False)
+def steps_flow(run: RunContext, until: int) -> None:
+    for step in range(run.policy_version, until):
+        train_step(run, step)
+
+
+def test_steps_train_every_group_once_and_in_order(tmp_path: Path, rollouts: Rollouts) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.create(config, "r1")
+    run = make_context(config, folder, FakeCell(policy_version=0))
+    steps_flow(run, 3)
+    records = run.store.read_steps()
+    assert [(record.step, record.version_before, record.version_after) for record in records] == [
+        (0, 0, 1),
+        (1, 1, 2),
+        (2, 2, 3),
+    ]
+    trained = Counter(group for record in records for group in record.groups_trained)
+    assert len(trained) == 6 and set(trained.values()) == {1}
+    assert set(rollouts.executed.values()) == {1} and len(rollouts.executed) == 18
+    assert rollouts.most_at_once <= config.rollout.slots
+    assert [move for move, _ in run.reporter.moves] == ["train", "rollout"] * 3  # type: ignore[attr-defined]
+    url = {"http://127.0.0.1:1": 2}
+    assert NoAdmin.engines == [{}, url] * 3, "calls are held back before the cell leaves and let in after it is back"
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["version-00002", "version-00003"]
+    assert records[0].denominators == {"rollouts": 6}
+    assert records[0].stats["reward_mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "die_at",
+    [
+        ("role", 3),  # step 2 begins to train
+        ("micro_step", 3),
+        ("optimizer_step", 2),
+        ("save_checkpoint", 2),
+        ("publish", 2),
+        ("role", 4),  # after step 2's commit, on the way back to rollout
+    ],
+)
+def test_steps_killed_anywhere_resume_without_loss_or_repeat(
+    tmp_path: Path, rollouts: Rollouts, die_at: tuple[str, int]
+) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.create(config, "r1")
+    with pytest.raises(SimulatedDeath):
+        steps_flow(make_context(config, folder, FakeCell(policy_version=0, die_at=die_at)), 3)
+    resumed = make_context(config, folder, FakeCell(policy_version=len(make_context_steps(folder))))
+    steps_flow(resumed, 3)
+    records = resumed.store.read_steps()
+    assert [record.step for record in records] == [0, 1, 2]
+    trained = Counter(group for record in records for group in record.groups_trained)
+    assert len(trained) == 6 and set(trained.values()) == {1}
+    assert set(rollouts.executed.values()) == {1}, "finished groups are read back, not run again"
+    for record in records:
+        assert (folder.checkpoints / record.checkpoint).is_dir() or record.step == 0
+    assert run_summary(resumed)["groups_trained"] == 6
+
+
+def make_context_steps(folder: RunFolder) -> list[Any]:
+    from gyre_core.store import Store
+
+    return Store.open(folder.store_url, read_only=True).commits("step")
+
+
+def test_steps_killed_during_rollouts_run_only_the_missing_groups(tmp_path: Path, rollouts: Rollouts) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.create(config, "r1")
+    first = make_context(config, folder, FakeCell(policy_version=0))
+    groups = plan_step(first)
+
+    @flow(task_runner=TASK_RUNNER, validate_parameters=False)
+    def one_group() -> None:
+        list(run_groups(first, groups[:1]))  # the process "dies" after its first group
+
+    one_group()
+    resumed = make_context(config, folder, FakeCell(policy_version=0))
+    steps_flow(resumed, 1)
+    assert set(rollouts.executed.values()) == {1}
+    assert set(resumed.store.read_steps()[0].groups_trained) == {group[0].group_id for group in groups}
+
+
+def plan_step(run: RunContext) -> list[tuple[RolloutSpec, ...]]:
+    from tasks.rollouts import dispatch_rollouts
+
+    return dispatch_rollouts.fn(run, 0, 1).value
+
+
+def test_steps_excluded_members_and_flat_groups_have_reasons_and_counters(tmp_path: Path, rollouts: Rollouts) -> None:
+    config = small_config(tmp_path, train__steps=1)
+    folder = RunFolder.create(config, "r1")
+    run = make_context(config, folder, FakeCell(policy_version=0), problem_ids=("a", "b"))
+    by_problem = {group[0].problem_id: group for group in plan_step(run)}
+    for spec in by_problem["a"][:2]:
+        rollouts.rewards[spec.rollout_id] = None  # one member left of three: below min_group
+    for spec in by_problem["b"]:
+        rollouts.rewards[spec.rollout_id] = 0.1  # all alike: nothing to learn, still in the mean
+    steps_flow(run, 1)
+    (record,) = run.store.read_steps()
+    group_a, group_b = by_problem["a"][0].group_id, by_problem["b"][0].group_id
+    assert record.groups_trained == (group_b,)
+    assert set(record.groups_dropped) == {group_a}
+    assert set(record.rollouts_dropped) == {spec.rollout_id for spec in by_problem["a"][:2]}
+    assert record.stats["groups_without_signal"] == 1
+    assert record.denominators == {"rollouts": 3}
+    assert run.services.cell.calls["micro_step"] == 0  # type: ignore[attr-defined]
+    assert record.version_after == 1, "a step without gradient still advances the version"
+
+
+def test_run_groups_error_of_the_run_itself_is_raised(
+    tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gyre_core.errors import StoreError
+    from gyre_core.store import Store
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StoreError("the disk is full")
+
+    config = small_config(tmp_path)
+    run = make_context(config, RunFolder.create(config, "r1"), FakeCell(policy_version=0))
+    monkeypatch.setattr(Store, "commit_rollouts", full)
+
+    @flow(task_runner=TASK_RUNNER, validate_parameters=False)
+    def group_flow() -> None:
+        specs = plan_groups(["a"], prefix="x", step=0, group_size=2, seed=0, policy_version=0)
+        list(run_groups(run, specs))
+
+    with pytest.raises(StoreError, match="the disk is full"):
+        group_flow()
