@@ -86,7 +86,7 @@ class ChatRequest:
     dialect: str
     model: str
     raw_messages: Sequence[Json]  # the system prompt first, where the dialect has it apart
-    normalise: Callable[[Json], tuple[Message, ...]]  # an assistant message gives exactly one
+    normalise: Callable[[Json], tuple[Message, ...]]  # none, one or several; an assistant message gives exactly one
     tools: tuple[Json, ...] = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

@@ -172,7 +172,8 @@ class ReplyResponse(Response):
         self._parts = parts
         self._delivered = delivered
         length = {} if media_type == "text/event-stream" else {"content-length": str(sum(map(len, parts)))}
-        super().__init__(status_code=200, media_type=media_type, headers={"cache-control": "no-cache", **length})
+        headers = {"cache-control": "no-cache", "request-id": f"req_{secrets.token_hex(8)}", **length}
+        super().__init__(status_code=200, media_type=media_type, headers=headers)
         if length == {}:
             del self.headers["content-length"]
 

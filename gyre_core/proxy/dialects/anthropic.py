@@ -120,7 +120,8 @@ def _normalise(raw: Json) -> tuple[Message, ...]:
     if role == "assistant":
         return (_assistant(content),)
     if role == "system":
-        return (Message(role="system", text=joined_text(_system_texts(content))),)
+        text = joined_text(_system_texts(content))
+        return (Message(role="system", text=text),) if text else ()
     if isinstance(content, str):
         return (Message(role="user", text=content),)
     require(isinstance(content, list), "messages: content must be a string or a list of blocks")
