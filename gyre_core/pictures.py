@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +27,18 @@ _COLOURS = {"rollout": "#3b7dd8", "training": "#e07b39", "switch": "#8a8f98", "i
 def reward_curve_png(
     steps: Sequence[int], rewards: Sequence[float], heldout: Sequence[tuple[int, float]], *, title: str
 ) -> bytes:
-    """Mean training reward by step (line) and held-out reward by policy version (points)."""
+    """Mean training reward of each step, at the version that sampled it, and held-out reward by policy version."""
     figure = Figure(figsize=(7.2, 3.4), dpi=110, layout="constrained")
     axes = figure.subplots()
     if steps:
-        axes.plot([step + 1 for step in steps], rewards, marker="o", ms=3, lw=1.6, color="#3b7dd8", label="training")
+        axes.plot(steps, rewards, marker="o", ms=3, lw=1.6, color="#3b7dd8", label="training")
     if heldout:
         versions, values = zip(*heldout, strict=True)
         axes.plot(versions, values, marker="s", ms=6, ls="--", lw=1.2, color="#e07b39", label="held-out")
         for version, value in heldout:
             axes.annotate(f"{value:.2f}", (version, value), textcoords="offset points", xytext=(6, 6), fontsize=8)
     axes.set(xlabel="policy version (optimizer steps)", ylabel="mean reward", ylim=(-0.02, 1.02), title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if steps or heldout:
         axes.legend(loc="lower right", frameon=False)
@@ -62,7 +64,7 @@ def cell_timeline_png(spans: Sequence[CellSpan], *, title: str) -> bytes:
     axes.set_yticks(range(len(cells)), cells)
     axes.set(xlabel="seconds since the start", title=title)
     if spans:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=4, frameon=False, fontsize=8)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.55), ncols=4, frameon=False, fontsize=8)
     return _png(figure)
 
 

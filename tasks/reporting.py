@@ -10,8 +10,8 @@ from typing import Any
 from uuid import UUID
 
 from prefect.artifacts import (
-    create_image_artifact,
     create_link_artifact,
+    create_markdown_artifact,
     create_progress_artifact,
     create_table_artifact,
     update_progress_artifact,
@@ -82,4 +82,4 @@ class RunReporter:
 
     def _image(self, name: str, png: bytes, description: str) -> None:
         url = "data:image/png;base64," + base64.b64encode(png).decode()
-        create_image_artifact(url, key=f"{self._key}-{name}", description=description)
+        create_markdown_artifact(f"![{description}]({url})", key=f"{self._key}-{name}", description=description)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gyre_core.store import StepRecord
+from gyre_core.types import Outcome
 from tasks.context import RunContext
 from tasks.trajectories import CompleteGroup
 
@@ -82,7 +83,7 @@ def report_step(run: RunContext, record: StepRecord) -> None:
             "train/sampler_trainer_max_abs": stats.get("sampler_trainer_max_abs", 0.0),
             "train/staleness_max_count": stats["staleness_max"],
             "publish/duration_s": stats["publish_s"],
-            **{f"outcome/{name}_count": count for name, count in record.outcomes.items()},
+            **{f"outcome/{outcome.value}_count": record.outcomes.get(outcome.value, 0) for outcome in Outcome},
         },
     )
     run.progress.step_done(
@@ -170,7 +171,8 @@ def _outcome_row(
         reasons.update(group.rollouts_dropped)
     told = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items())[:3])
     more = f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else ""
-    run.outcome_rows.append({"where": where, **dict(sorted(outcomes.items())), "excluded because": told + more})
+    counts = {outcome.value: outcomes.get(outcome.value, 0) for outcome in Outcome}
+    run.outcome_rows.append({"where": where, **counts, "excluded because": told + more})
     run.reporter.outcomes(run.outcome_rows)
 
 
