@@ -65,6 +65,7 @@ class Session:
         self._running: dict[bytes, asyncio.Task[Reply]] = {}
         self._undelivered: dict[bytes, Reply] = {}
         self._closing = False
+        self._sealing = asyncio.Lock()
         if self._table is None:
             logger.warning(
                 "rollout %s: no role table for harness %r %r: all its calls count as main",
@@ -129,20 +130,21 @@ class Session:
         Raises ProxyError when the journal cannot keep the seal; the session then takes no calls; seal it again.
         """
         self._closing = True
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        if running:
-            self._recorder.counters["calls_aborted_at_seal"] += len(running)
-            await asyncio.gather(*running, return_exceptions=True)
-        if self.sealed is None:
-            if self._journal is not None:
-                self._journal.append({"kind": "sealed", "counters": dict(self._recorder.counters)})
-                await asyncio.get_running_loop().run_in_executor(None, self._journal.sync)
-            self.sealed = trajectory_to_ipc(self._recorder.snapshot())
-            self._sampler.router.forget(self.session_id)
-            self._forget()
-        return self.sealed
+        async with self._sealing:
+            running = list(self._running.values())
+            for task in running:
+                task.cancel()
+            if running:
+                self._recorder.counters["calls_aborted_at_seal"] += len(running)
+                await asyncio.gather(*running, return_exceptions=True)
+            if self.sealed is None:
+                if self._journal is not None:
+                    self._journal.append({"kind": "sealed", "counters": dict(self._recorder.counters)})
+                    await asyncio.get_running_loop().run_in_executor(None, self._journal.sync)
+                self.sealed = trajectory_to_ipc(self._recorder.snapshot())
+                self._sampler.router.forget(self.session_id)
+                self._forget()
+            return self.sealed
 
     async def drop(self) -> None:
         """Forget the session, its journal included."""

@@ -62,14 +62,13 @@ def test_assistant_messages_cannot_follow_by_extension(renderer: PromptRenderer)
     assert renderer.extend([1], [2], [Message(role="assistant", text="x"), USER], [], lambda: []) is None
 
 
-def test_template_difference_closes_a_cut_output_and_refuses_what_it_cannot_prove(tmp_path: Path) -> None:
+def test_template_difference_closes_a_cut_output(tmp_path: Path) -> None:
     renderer = PromptRenderer.load(save_model_folder(tmp_path, model_type="unknown"), "default")
     reply, new = Message(role="assistant", text="a"), [Message(role="user", text="v")]
     expected = encode("<|im_end|>\n<|im_start|>user\nv<|im_end|>\n<|im_start|>assistant\n")
     prompt = renderer.render([USER], [])
     assert renderer.extend(prompt, encode("a"), new, [], lambda: [USER, reply]) == expected
     assert renderer.extend(prompt, encode("a<|im_end|>"), new, [], lambda: [USER, reply]) == expected[1:]
-    assert renderer.extend(prompt, encode("a<|endoftext|>"), new, [], lambda: [USER, reply]) is None
 
 
 def test_conversation_without_a_prompt_is_a_value_error(renderer: PromptRenderer) -> None:

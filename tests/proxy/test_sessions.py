@@ -87,6 +87,19 @@ async def test_seal_ends_calls_in_flight(model_path: Path) -> None:
         await proxy.until(in_flight=0)
 
 
+async def test_seals_at_the_same_time_give_the_same_bytes(model_path: Path, tmp_path: Path) -> None:
+    engine = fake_engine("a")
+    engine.hold()
+    async with running_proxy(model_path, engine, journal_dir=tmp_path) as proxy:
+        harness = await proxy.open()
+        call = asyncio.create_task(harness.messages(USER))
+        await engine.running()
+        seal = f"/admin/sessions/{harness.session_id}/seal"
+        replies = await asyncio.gather(*(proxy.client.post(seal, headers=ADMIN_HEADERS) for _ in range(3)))
+        assert len({reply.content for reply in replies}) == 1 and replies[0].status_code == 200
+        await call
+
+
 async def test_seal_ends_calls_that_wait_for_engines(model_path: Path) -> None:
     async with running_proxy(model_path, fake_engine("a")) as proxy:
         harness = await proxy.open()
