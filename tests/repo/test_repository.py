@@ -16,7 +16,9 @@ from gyre_core.config import load_run_config
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gyre_core", "flows", "tasks")
 MAX_LINES = 500
-LONGER_FOR_A_REASON: dict[str, str] = {}  # path -> why it is one file
+LONGER_FOR_A_REASON = {  # path -> why it is one file
+    "tests/train/test_megatron.py": "every property of the one Megatron back end, on one fixture",
+}
 
 # Places of the machines this was written on. Joined here so that this file does not hold them itself.
 _PARTS = ("/work", "/"), ("/root", "/"), ("/tmp", "/plan"), ("/opt", "/pypi"), ("/opt", "/wheels"), ("..", "/shared")
@@ -61,7 +63,8 @@ def test_python_files_are_short_or_have_a_reason() -> None:
     }
     assert len(lengths) > 50
     too_long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
-    assert set(too_long) == set(LONGER_FOR_A_REASON), f"split these, or give a reason here: {too_long}"
+    assert too_long.keys() <= LONGER_FOR_A_REASON.keys(), f"split these, or give a reason here: {too_long}"
+    assert LONGER_FOR_A_REASON.keys() <= lengths.keys()
 
 
 def test_files_name_no_machines_paths() -> None:
