@@ -17,26 +17,29 @@ from types import TracebackType
 import orjson
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from gyre_core.engine.fake_model import FakeCall, FakeEngine, fake_logprob
+from gyre_core.engine.serve import RequireKey
 from gyre_core.types import Json
 
 __all__ = ["FakeCall", "FakeEngine", "FakeEngineServer", "fake_logprob"]
 
 
 class FakeEngineServer:
-    """Serves a `FakeEngine`; control it through `engine`."""
+    """Serves a `FakeEngine`; control it through `engine`. With an `api_key` it asks every request for it."""
 
-    def __init__(self, engine: FakeEngine | None = None, *, port: int = 0) -> None:
+    def __init__(self, engine: FakeEngine | None = None, *, port: int = 0, api_key: str | None = None) -> None:
         self.engine = engine or FakeEngine()
+        self.api_key = api_key
         self.paths: list[str] = []  # of all requests, in order
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited: else 40 ms of delayed ACK a call
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; else 40 ms of delayed ACK
         self._socket.bind(("127.0.0.1", port))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -95,7 +98,9 @@ class FakeEngineServer:
             "/health": self._ok,
             "/ping": self._ok,
         }
-        return Starlette(routes=[Route(path, handler, methods=["GET", "POST"]) for path, handler in handlers.items()])
+        routes = [Route(path, handler, methods=["GET", "POST"]) for path, handler in handlers.items()]
+        keys = [] if self.api_key is None else [Middleware(RequireKey, key=self.api_key)]
+        return Starlette(routes=routes, middleware=keys)
 
     async def _generate(self, request: Request) -> Response:
         body = await self._body(request)
