@@ -51,8 +51,8 @@ class RunFolder:
             folder.path.mkdir(parents=True)
         except FileExistsError:
             raise ConfigError(
-                f"run {run_id!r} exists in {config.runs_dir}; continue it with `gyre train CONFIG --resume --run {run_id}` "
-                "or give another --run NAME"
+                f"run {run_id!r} exists in {config.runs_dir}; continue it with "
+                f"`gyre train CONFIG --resume --run {run_id}` or give another --run NAME"
             ) from None
         identity = {"run_id": run_id, "created_s": time.time(), "config": config.model_dump(mode="json")}
         _write_whole(folder.path / "run.json", json.dumps(identity, indent=1).encode())

@@ -65,7 +65,7 @@ def test_load_bad_value_is_refused_with_what_to_change(tmp_path: Path, override:
 
 
 def test_load_missing_file_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the config .*absent.toml"):
+    with pytest.raises(ConfigError, match=r"cannot read the config .*absent\.toml"):
         load_run_config(tmp_path / "absent.toml")
 
 

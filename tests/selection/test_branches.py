@@ -47,7 +47,7 @@ def test_selection_with_a_shared_prefix_gives_its_targets_to_the_first_branch():
     tree = make_tree(shapes)
     first, second = select_branches(tree, max_branches=2, role_order=ORDER, rng=rng(3))
     assert [1 in tokens for tokens in trained(tree, (first, second))] == [True, False]
-    assert sorted(sum(trained(tree, (first, second)), [])) == [1, 3, 5, 6]
+    assert sorted(token for tokens in trained(tree, (first, second)) for token in tokens) == [1, 3, 5, 6]
 
 
 def test_selection_stops_at_the_cap():
