@@ -11,8 +11,8 @@ from gyre_core.selection.branches import select_branches
 from gyre_core.selection.staleness import stale_reason, staleness
 from gyre_core.trajectory.tree import Trajectory, TrajectoryTree
 from gyre_core.types import Role
+from tests.support.random_trees import make_tree, rng, trees
 from tests.support.rollouts import Finished, assert_same_branch, finished
-from tests.support.trees import make_tree, rng, trees
 
 MAIN, SUB = Role.MAIN, Role.SUB_AGENT
 ORDER = SelectionConfig().role_order

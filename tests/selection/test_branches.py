@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gyre_core.selection.branches import count_targets, select_branches
 from gyre_core.trajectory.tree import TrajectoryTree
 from gyre_core.types import Role
-from tests.support.trees import make_tree, rng, target_tokens, trees
+from tests.support.random_trees import make_tree, rng, target_tokens, trees
 
 MAIN, SUMMARY, SUB, SUB_SUMMARY, AUX = Role
 ORDER = (MAIN, SUMMARY, SUB, SUB_SUMMARY)
