@@ -7,6 +7,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from gyre_core.proxy.admin_client import ProxyAdmin
+from gyre_core.proxy.settings import EngineEntry
 from gyre_core.scheduler.cell import CellState
 from gyre_core.scheduler.policy import POLICIES, CellView, Move, Snapshot
 from tasks.context import Box, RunContext
@@ -48,13 +49,14 @@ def rebalance_cells(
 
 def open_engines(run: RunContext) -> None:
     """Let the proxy send calls to the cell's engine, at the published version."""
-    url = run.services.cell.status()["engine_url"]
-    _set_engines(run, {str(url): run.config.rollout.slots})
+    status = run.services.cell.status()
+    slots = run.config.rollout.slots
+    _set_engines(run, [EngineEntry(url=status["engine_url"], slots=slots, api_key=status["engine_key"])])
 
 
 def _apply(run: RunContext, move: Move, *, epoch: int) -> None:
     if move.to == "train":
-        _set_engines(run, {})  # no new calls before the cell is taken away
+        _set_engines(run, [])  # no new calls before the cell is taken away
         run.mark_span("rollout")
     result = run.services.cell.role(move.to, epoch=epoch)
     if move.to == "rollout":
@@ -63,7 +65,7 @@ def _apply(run: RunContext, move: Move, *, epoch: int) -> None:
     run.reporter.role_change(move.cell_id, move.to, move.reason, epoch=result["epoch"])
 
 
-def _set_engines(run: RunContext, engines: dict[str, int]) -> None:
+def _set_engines(run: RunContext, engines: list[EngineEntry]) -> None:
     async def work() -> None:
         async with ProxyAdmin(run.services.proxy_url, run.services.proxy_secret) as proxy:
             await proxy.set_engines(engines, policy_version=run.cell_version)

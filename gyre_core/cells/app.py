@@ -42,7 +42,7 @@ def create_app(settings: CellSettings) -> Starlette:
         return await forward(request)
 
     async def status(_: Request) -> Response:
-        return JSONResponse(host.describe())
+        return JSONResponse({**host.describe(), "engine_key": host.engine_key})
 
     def verb(action: Callable[[Any], Awaitable[Any]], *, raw: bool = False) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:

@@ -30,7 +30,7 @@ class CellClient:
         )
 
     def status(self) -> dict[str, Any]:
-        """State, epoch, policy version, the engine's URL."""
+        """State, epoch, policy version, the engine's URL and its key (`engine_key`: not to be logged or stored)."""
         return self._call("GET", "/status")
 
     def role(self, to: str, *, epoch: int) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class CellHost:
             seed=settings.seed,
             log_path=settings.work_dir / "logs" / f"{settings.cell_id}-engine.log",
             policy_version=settings.policy_version,
+            remote_weights=settings.transfer.backend != "local",
         )
         self._engine = engine
         engine.start()
@@ -175,7 +176,7 @@ class CellHost:
             return await self._on_trainer_thread(work)
 
     def describe(self) -> dict[str, Any]:
-        """What /status answers."""
+        """The cell's state as /role and /status answer it; without the engine's key, so that it may be shown."""
         engine_alive = self._engine is not None and self._engine.running()
         state = self.status.state if engine_alive or self._engine is None else CellState.DEAD
         return {
@@ -186,6 +187,11 @@ class CellHost:
             "published_version": self._published,
             "engine_url": self._engine.url if self._engine is not None else None,
         }
+
+    @property
+    def engine_key(self) -> str | None:
+        """What calls to the engine must bring."""
+        return self._engine.api_key if self._engine is not None else None
 
     async def stop(self) -> None:
         """End the engine and the trainer's thread."""

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from gyre_core.config.models import EngineConfig
+from gyre_core.engine.serve import KEY_VARIABLE
 from gyre_core.errors import EngineError, SetupError
 from gyre_core.transfer.mooncake import mooncake_environment
 
 SGLANG_VERSION = "0.5.23"  # also in infra/engine/plugin, which replaces internals of exactly this version
 INSTALL_COMMAND = "make engine"
+SERVE = Path(__file__).with_name("serve.py")
 INSPECT_TIMEOUT_S = 60.0  # a cold disk; 0.1 s when warm
 
 Device = Literal["cpu", "cuda"]
@@ -139,7 +141,7 @@ def launch_command(
 
     `slots` bounds the running calls, so that the router's count and the engine's agree. The prefix cache stays on.
     """
-    command = [str(install.python), "-m", "sglang.launch_server"]
+    command = [str(install.python), "-P", str(SERVE)]
     command += ["--model-path", str(model_path), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", config.dtype, "--context-length", str(context_length)]
     command += ["--max-total-tokens", str(config.max_total_tokens), "--max-running-requests", str(slots)]
@@ -159,9 +161,10 @@ def launch_command(
     return [*command, *config.extra_args]
 
 
-def launch_environment(install: EngineInstall, config: EngineConfig) -> Mapping[str, str]:
-    """Variables that the server needs beside the inherited ones."""
+def launch_environment(install: EngineInstall, config: EngineConfig, *, api_key: str) -> Mapping[str, str]:
+    """Variables that the server needs beside the inherited ones; `api_key` is what requests must bring."""
     environment = {
+        KEY_VARIABLE: api_key,  # here and not on the command line, which every user of the machine can read
         "HF_HUB_OFFLINE": "1",  # a missing file is an error at once, not minutes of retries
         "TRANSFORMERS_OFFLINE": "1",
         "DO_NOT_TRACK": "1",

@@ -2,7 +2,8 @@
 
 Enters: EngineConfig and a model folder. Leaves: a server on 127.0.0.1 that is ready for calls, or an EngineError with
 the telling lines of its log and what to do. Invariants: the server's processes die with the process that started it,
-however that ends (engine/guard.py), also in the middle of booting; `stop` returns when they are gone.
+however that ends (engine/guard.py), also in the middle of booting; `stop` returns when they are gone. A server asks
+every request for its random key (engine/serve.py): agents share the machine's network.
 """
 
 import logging
@@ -26,7 +27,7 @@ from gyre_core.engine.launch import (
 )
 from gyre_core.engine.sglang_client import SGLangClient
 from gyre_core.errors import EngineError
-from gyre_core.process import ChildProcess, free_port
+from gyre_core.process import ChildProcess, free_port, new_secret
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,12 @@ class SGLangServer:
         self.install = self._inspect()
         self.remote_weights = remote_weights and self.install.mooncake
         self.slots = slots
+        self.api_key = new_secret()  # what requests must bring: `client` does
         self._context_length = context_length
         self._seed = seed
         self._fixed_port = port
         self.port = port
+        self._memory_port: int | None = None
         self._child: ChildProcess | None = None
         self._log_start = 0
 
@@ -123,13 +126,19 @@ class SGLangServer:
 
     def client(self, *, timeout_s: float | None = None) -> SGLangClient:
         """A client for the calling event loop; close it there."""
-        return SGLangClient(self.url, vocab_size=self.vocab_size, timeout_s=timeout_s or self.config.call_timeout_s)
+        return SGLangClient(
+            self.url,
+            vocab_size=self.vocab_size,
+            api_key=self.api_key,
+            timeout_s=timeout_s or self.config.call_timeout_s,
+        )
 
     def start(self) -> None:
         """Start the processes and return at once; `wait_ready` says when calls can come."""
         if self.running():
             raise EngineError(f"the engine at {self.url} is running already")
         self.port = self._fixed_port or free_port()
+        self._memory_port = free_port() if self.remote_weights else None
         command = launch_command(
             self.install,
             self.config,
@@ -139,27 +148,27 @@ class SGLangServer:
             seed=self._seed,
             policy_version=self.policy_version,
             port=self.port,
-            memory_port=free_port() if self.remote_weights else None,
+            memory_port=self._memory_port,
         )
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._child = ChildProcess(
             "engine",
             [sys.executable, "-I", "-S", str(GUARD), *command],
             log_path=self.log_path,
-            env=launch_environment(self.install, self.config),
+            env=launch_environment(self.install, self.config, api_key=self.api_key),
         )
         logger.info("engine starting at %s (pid %d, log %s)", self.url, self._child.pid, self.log_path)
 
     def wait_ready(self, timeout_s: float | None = None) -> float:
         """Wait until the server answers; returns the seconds that it took from here.
 
-        `timeout_s` is config.boot_timeout_s by default. Raises EngineError when the server ends or time runs out; the
-        server is stopped then.
+        `timeout_s` is config.boot_timeout_s by default. Raises EngineError when the server ends, time runs out, or it
+        answers without its key; the server is stopped then.
         """
         timeout_s = timeout_s or self.config.boot_timeout_s
         started = time.monotonic()
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
-            while not _answers(lambda: http.get("/model_info")):
+            while not _answers(lambda: http.get("/model_info", headers={"authorization": f"Bearer {self.api_key}"})):
                 if not self.running():
                     raise EngineError(f"the engine ended while it started. {self._explain()}")
                 if time.monotonic() - started > timeout_s:
@@ -169,6 +178,7 @@ class SGLangServer:
                         f"machine). {self._explain()}"
                     )
                 time.sleep(POLL_S)
+            self._check_locked(http)
         return time.monotonic() - started
 
     def stop(self) -> None:
@@ -187,6 +197,24 @@ class SGLangServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+
+    def _check_locked(self, http: httpx.Client) -> None:
+        """Stop the server when it answers a request without its key: a change of SGLang could open it silently."""
+        urls = ["/health", "/model_info"]
+        if self._memory_port is not None:
+            urls.append(f"http://127.0.0.1:{self._memory_port}/get_transfer_engine_info?rank=0")
+        for url in urls:
+            try:
+                status = http.get(url).status_code
+            except httpx.HTTPError as error:
+                self.stop()
+                raise EngineError(f"the engine did not answer {url} when it was ready: {error!r}") from error
+            if status != 401:
+                self.stop()
+                raise EngineError(
+                    f"the engine answers {url} without its key (status {status}), so that an agent could use it; it "
+                    f"was stopped. Leave out engine.extra_args, and run `{INSTALL_COMMAND}`"
+                )
 
     def _explain(self) -> str:
         return explain_log(read_log(self.log_path, self._log_start), self.log_path)

@@ -39,10 +39,14 @@ class SGLangClient:
         url: str,
         *,
         vocab_size: int,
+        api_key: str | None = None,
         timeout_s: float = 600.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`vocab_size`: rows of the embedding. `timeout_s` bounds one whole call. `transport` is for tests."""
+        """`vocab_size`: rows of the embedding. `timeout_s` bounds one whole call. `transport` is for tests.
+
+        `api_key` goes with every request, for a server that asks for one (those of SGLangServer do).
+        """
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be positive, not {vocab_size}")
         self.url = url.rstrip("/")
@@ -50,6 +54,7 @@ class SGLangClient:
         self.timeout_s = timeout_s
         self._http = httpx.AsyncClient(
             base_url=self.url,
+            headers={"authorization": f"Bearer {api_key}"} if api_key is not None else None,
             timeout=httpx.Timeout(CONTROL_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             # Calls last minutes and the router bounds how many there are: never queue inside the client.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),

@@ -1,5 +1,6 @@
 """The admin API from the other side: what rollouts and flows use to run sessions on a proxy."""
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -82,12 +83,9 @@ class ProxyAdmin:
         """Forget a session, its journal included; one that is unknown already is no error."""
         await self._call("DELETE", f"/admin/sessions/{session_id}", missing_ok=True)
 
-    async def set_engines(self, engines: dict[str, int], policy_version: int) -> None:
-        """Say which engines take calls now: url -> slots. None: calls wait until engines return."""
-        update = EnginesUpdate(
-            engines=tuple(EngineEntry(url=url, slots=slots) for url, slots in engines.items()),
-            policy_version=policy_version,
-        )
+    async def set_engines(self, engines: Iterable[EngineEntry], policy_version: int) -> None:
+        """Say which engines take calls now. None: calls wait until engines return."""
+        update = EnginesUpdate(engines=tuple(engines), policy_version=policy_version)
         await self._call("PUT", "/admin/engines", update.model_dump(mode="json"))
 
     async def status(self) -> Json:

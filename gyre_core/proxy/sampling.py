@@ -15,22 +15,26 @@ from dataclasses import replace
 import numpy as np
 
 from gyre_core.engine.client import EngineClient
-from gyre_core.engine.router import Grant, Router
+from gyre_core.engine.router import EngineSlot, Grant, Router
 from gyre_core.errors import EngineError
+from gyre_core.proxy.settings import EngineEntry
 from gyre_core.types import FinishReason, Generation, SamplingParams, TokenIds, VersionSpan
 
 logger = logging.getLogger(__name__)
+
+Connect = Callable[[str, str | None], EngineClient]  # url and key -> client
 
 
 class Sampler:
     """Runs calls on the router's engines; one for a proxy process."""
 
-    def __init__(self, router: Router, connect: Callable[[str], EngineClient], *, attempts: int) -> None:
-        """`connect` makes the client of an engine's url; `attempts` bounds tries in a row that bring no token."""
+    def __init__(self, router: Router, connect: Connect, *, attempts: int) -> None:
+        """`connect` makes the client of an engine's url and key; `attempts` bounds tries in a row without a token."""
         self.router = router
         self.counters: Counter[str] = Counter()
         self._connect = connect
-        self._clients: dict[str, EngineClient] = {}
+        self._clients: dict[tuple[str, str | None], EngineClient] = {}  # by url and key
+        self._keys: dict[str, str | None] = {}  # by url, of the engines on the list and of those with calls
         self._attempts = attempts
 
     async def sample(
@@ -85,12 +89,17 @@ class Sampler:
             self.counters["calls_resumed"] += 1
             logger.info("call %s was interrupted on %s after %d tokens", call_id, grant.url, num_done)
 
-    async def keep_only(self, urls: Sequence[str]) -> None:
-        """Close the clients of engines that are gone and have no calls."""
+    async def set_engines(self, engines: Sequence[EngineEntry], version: int) -> None:
+        """Replace the engines that take calls, and close the clients of engines that are gone and have no calls."""
+        self._keys |= {engine.url: engine.api_key for engine in engines}
+        self.router.set_engines([EngineSlot(url=engine.url, slots=engine.slots) for engine in engines], version)
         busy = {url for url, engine in self.router.state.engines.items() if engine.busy}
-        for url in set(self._clients) - set(urls) - busy:
-            with contextlib.suppress(Exception):
-                await self._clients.pop(url).aclose()
+        wanted = busy | {engine.url for engine in engines}
+        self._keys = {url: key for url, key in self._keys.items() if url in wanted}
+        for address in self._clients.keys() - self._keys.items():
+            if address[0] not in busy:
+                with contextlib.suppress(Exception):
+                    await self._clients.pop(address).aclose()
 
     async def aclose(self) -> None:
         """Close all clients."""
@@ -98,9 +107,10 @@ class Sampler:
             await self._clients.popitem()[1].aclose()
 
     def _client(self, grant: Grant) -> EngineClient:
-        if grant.url not in self._clients:
-            self._clients[grant.url] = self._connect(grant.url)
-        return self._clients[grant.url]
+        address = (grant.url, self._keys.get(grant.url))
+        if address not in self._clients:
+            self._clients[address] = self._connect(*address)
+        return self._clients[address]
 
 
 def joined(parts: Sequence[Generation], *, prompt_tokens: int) -> Generation:

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from gyre_core.clock import Clock, SystemClock
 from gyre_core.engine.client import EngineClient
-from gyre_core.engine.router import EngineSlot, Router
+from gyre_core.engine.router import Router
 from gyre_core.errors import ProxyError
 from gyre_core.proxy.conversation import ChatRequest, Reply
 from gyre_core.proxy.dialects.anthropic import MessagesDialect
@@ -35,15 +35,13 @@ from gyre_core.proxy.dialects.chat import ChatDialect
 from gyre_core.proxy.journal import JournalFolder
 from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
 from gyre_core.proxy.render import PromptRenderer
-from gyre_core.proxy.sampling import Sampler
+from gyre_core.proxy.sampling import Connect, Sampler
 from gyre_core.proxy.session import Session
 from gyre_core.proxy.settings import EnginesUpdate, ProxySettings, SessionSettings
 from gyre_core.trajectory.roles import BUILTIN_TABLES, role_table
 from gyre_core.types import Json
 
 logger = logging.getLogger(__name__)
-
-Connect = Callable[[str], EngineClient]
 
 KEY_PREFIX = "gyre-"  # of the keys that name a session
 
@@ -159,10 +157,15 @@ class Proxy:
         if self.sessions:
             logger.info("restored %d sessions from the journal", len(self.sessions))
 
-    def _connect(self, url: str) -> EngineClient:
+    def _connect(self, url: str, api_key: str | None) -> EngineClient:
         from gyre_core.engine.sglang_client import SGLangClient
 
-        return SGLangClient(url, timeout_s=self.settings.engine_call_timeout_s, vocab_size=self.renderer.vocab_size)
+        return SGLangClient(
+            url,
+            vocab_size=self.renderer.vocab_size,
+            api_key=api_key,
+            timeout_s=self.settings.engine_call_timeout_s,
+        )
 
 
 class ReplyResponse(Response):
@@ -349,11 +352,7 @@ async def _admin(proxy: Proxy, request: Request) -> Response:
                 return _json({"ok": True})
             case "PUT", ["engines"]:
                 update = EnginesUpdate.model_validate_json(await _admin_body(request))
-                proxy.router.set_engines(
-                    [EngineSlot(url=engine.url, slots=engine.slots) for engine in update.engines],
-                    update.policy_version,
-                )
-                await proxy.sampler.keep_only([engine.url for engine in update.engines])
+                await proxy.sampler.set_engines(update.engines, update.policy_version)
                 return _json({"ok": True})
             case "GET", ["status"]:
                 return _json(proxy.status())

@@ -79,14 +79,24 @@ class SessionSettings(_Section):
     harness: HarnessName = HarnessName()
 
 
-class EngineEntry(_Section):
-    """An engine that takes calls."""
+class _Keyed(_Section):
+    """Holds a key, which no error message may show."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+
+class EngineEntry(_Keyed):
+    """An engine that takes calls.
+
+    Example: EngineEntry(url="http://127.0.0.1:30000", slots=16, api_key="...")
+    """
 
     url: Annotated[str, Field(pattern=r"^http://[^\s/]+$")]
     slots: Annotated[int, Field(gt=0)]
+    api_key: Annotated[str | None, Field(pattern=r"^[!-~]+$", repr=False)] = None  # what calls to it must bring
 
 
-class EnginesUpdate(_Section):
+class EnginesUpdate(_Keyed):
     """Which engines take calls from now on; none makes calls wait."""
 
     engines: tuple[EngineEntry, ...] = Field(strict=False)

@@ -59,7 +59,7 @@ def value(argv: list[str], flag: str) -> str:
 
 def test_launch_command_on_cpu_holds_limits_seed_and_version() -> None:
     argv = command(CPU, max_total_tokens=16384)
-    assert argv[:3] == ["/env/bin/python", "-m", "sglang.launch_server"]
+    assert argv[:3] == ["/env/bin/python", "-P", str(launch.SERVE)]
     assert value(argv, "--device") == "cpu"
     assert value(argv, "--attention-backend") == "torch_native"
     assert value(argv, "--max-running-requests") == "12"
@@ -89,11 +89,11 @@ def test_launch_command_on_gpu_takes_the_gpu_back_ends(gpu: EngineInstall) -> No
     assert value(argv, "--dtype") == "bfloat16"
     assert "torch_native" not in argv
     assert "--disable-cuda-graph" not in argv
-    assert "SGLANG_PLATFORM" not in launch_environment(gpu, EngineConfig())
+    assert "SGLANG_PLATFORM" not in launch_environment(gpu, EngineConfig(), api_key="k")
 
 
 def test_launch_environment_on_cpu_selects_the_plugin_and_bounds_threads() -> None:
-    environment = launch_environment(CPU, EngineConfig(threads=2))
+    environment = launch_environment(CPU, EngineConfig(threads=2), api_key="k")
     assert environment["SGLANG_PLATFORM"] == "gyre_cpu"
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["HF_HUB_OFFLINE"] == "1"

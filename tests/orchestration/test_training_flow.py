@@ -10,6 +10,7 @@ from prefect import flow
 
 from flows.rollout import TASK_RUNNER, run_groups
 from flows.train import train_step
+from gyre_core.proxy.settings import EngineEntry
 from gyre_core.rollout.dispatch import plan_groups
 from gyre_core.run_folder import RunFolder
 from gyre_core.types import Outcome, RolloutSpec
@@ -62,7 +63,7 @@ class Executed:
 class NoAdmin:
     """The proxy's admin verbs, recorded."""
 
-    engines: list[dict[str, int]] = []  # noqa: RUF012 - shared on purpose: tasks build their own clients
+    engines: list[list[EngineEntry]] = []  # noqa: RUF012 - shared on purpose: tasks build their own clients
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -71,7 +72,7 @@ class NoAdmin:
 
     async def __aexit__(self, *_: Any) -> None: ...
 
-    async def set_engines(self, engines: dict[str, int], policy_version: int) -> None:
+    async def set_engines(self, engines: list[EngineEntry], policy_version: int) -> None:
         NoAdmin.engines.append(engines)
 
 
@@ -108,8 +109,10 @@ def test_steps_train_every_group_once_and_in_order(tmp_path: Path, rollouts: Rol
     assert set(rollouts.executed.values()) == {1} and len(rollouts.executed) == 18
     assert rollouts.most_at_once <= config.rollout.slots
     assert [move for move, _ in run.reporter.moves] == ["train", "rollout"] * 3  # type: ignore[attr-defined]
-    url = {"http://127.0.0.1:1": 2}
-    assert NoAdmin.engines == [{}, url] * 3, "calls are held back before the cell leaves and let in after it is back"
+    entry = EngineEntry(url="http://127.0.0.1:1", slots=2, api_key="key-of-the-engine")
+    assert NoAdmin.engines == [[], [entry]] * 3, (
+        "calls are held back before the cell leaves, let in after it is back"
+    )
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["version-00002", "version-00003"]
     assert records[0].denominators == {"rollouts": 6}
     assert records[0].stats["reward_mean"] == 0.5

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from gyre_core.errors import ConfigError, ProxyError, SetupError
 from gyre_core.proxy.admin_client import ProxyAdmin
 from gyre_core.proxy.server import Proxy
-from gyre_core.proxy.settings import HarnessName, LimitSettings, ProxySettings, SamplingSettings
+from gyre_core.proxy.settings import EngineEntry, HarnessName, LimitSettings, ProxySettings, SamplingSettings
 from gyre_core.types import Role
 from tests.support.proxies import ADMIN_HEADERS, ADMIN_SECRET, fake_engine, running_proxy, serving
 
@@ -23,7 +23,7 @@ async def test_admin_client_runs_a_session_from_opening_to_forgetting(model_path
         serving(proxy) as url,
         ProxyAdmin(url, ADMIN_SECRET) as admin,
     ):
-        await admin.set_engines({"http://engine": 2}, policy_version=3)
+        await admin.set_engines([EngineEntry(url="http://engine", slots=2)], policy_version=3)
         session = await admin.create_session(
             rollout_id="r9",
             policy_version=3,

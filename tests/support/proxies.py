@@ -140,7 +140,7 @@ async def running_proxy(
         "journal_sync": "session",
         **settings,
     }
-    app = create_app(ProxySettings(**fields), connect=lambda url: engines[url])
+    app = create_app(ProxySettings(**fields), connect=lambda url, _: engines[url])
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://proxy", timeout=30) as client:
         under_test = ProxyUnderTest(app, app.state.proxy, next(iter(engines.values())), client)

@@ -34,7 +34,13 @@ class FakeCell:
         self._die_at = die_at
 
     def status(self) -> dict[str, Any]:
-        return {"cell_id": "cell-0", "state": self.state, "epoch": self.epoch, "engine_url": "http://127.0.0.1:1"}
+        return {
+            "cell_id": "cell-0",
+            "state": self.state,
+            "epoch": self.epoch,
+            "engine_url": "http://127.0.0.1:1",
+            "engine_key": "key-of-the-engine",
+        }
 
     def role(self, to: str, *, epoch: int) -> dict[str, Any]:
         assert epoch == self.epoch
