@@ -47,8 +47,6 @@ class CellStatus:
         """
         if state not in _NEXT[self.state]:
             allowed = ", ".join(sorted(_NEXT[self.state]))
-            raise ValueError(
-                f"{self.cell_id} cannot go from {self.state} to {state}; it may go to {allowed}"
-            )
+            raise ValueError(f"{self.cell_id} cannot go from {self.state} to {state}; it may go to {allowed}")
         epoch = self.epoch + 1 if state in {CellState.DRAINING, CellState.RETURNING} else self.epoch
         return replace(self, state=state, epoch=epoch)
