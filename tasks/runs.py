@@ -49,7 +49,7 @@ def open_run(
         if resume:
             close_dead_runs(run_id)
         _clear_leftovers(folder)
-        sandbox = Sandbox(config.rollout.sandbox)
+        sandbox = Sandbox(config.rollout.sandbox, hidden=hidden_folders(config, folder))
         progress = stack.enter_context(RunProgress(run_id, num_steps=config.train.steps, quiet=quiet))
         progress.resume_at(policy_version)
         progress.note(
@@ -78,6 +78,18 @@ def open_run(
         run.mark_span("switch")
         progress.note("engine, trainer and proxy are ready")
         yield run
+
+
+def hidden_folders(config: RunConfig, folder: RunFolder) -> list[Path]:
+    """What no agent may see, should a path that it may see hold it: answers, other rollouts and runs, the weights."""
+    runs = folder.path.parent
+    hidden = [folder.path, *(path.parent for path in runs.glob("*/run.json")), runs / "prefect"]
+    hidden += [config.model.path, config.data.train]
+    if config.data.heldout is not None:
+        hidden.append(config.data.heldout)
+    if config.store.url is not None and not config.store.url.startswith("s3://"):
+        hidden.append(Path(config.store.url.removeprefix("file://")))
+    return hidden
 
 
 def _clear_leftovers(folder: RunFolder) -> None:

@@ -70,13 +70,15 @@ def plan_view(
             mounts.append(Mount(kind=MountKind.SYMLINK, dest=name, source=os.readlink(path)))
         elif path.is_dir():
             mounts.append(Mount(kind=MountKind.READ_ONLY, dest=name, source=name))
-    explicit = [(MountKind.READ_ONLY, bind) for bind in [*[(path, str(path)) for path in prefixes], *read_only]]
+    covered = [os.path.realpath(path) for path in hidden]
+    needed = [path for path in prefixes if not _in_system(path) or _is_below(os.path.realpath(path), covered)]
+    explicit = [(MountKind.READ_ONLY, bind) for bind in [*[(path, str(path)) for path in needed], *read_only]]
     explicit += [(MountKind.READ_WRITE, bind) for bind in read_write]
     binds = [
         Mount(kind=kind, dest=_checked_dest(inside), source=os.path.realpath(host)) for kind, (host, inside) in explicit
     ]
     visible = [mount for mount in (*mounts, *binds) if mount.kind in (MountKind.READ_ONLY, MountKind.READ_WRITE)]
-    mounts += _covers(visible, [os.path.realpath(path) for path in hidden])
+    mounts += _covers(visible, covered)
     mounts += binds
     mounts += [
         Mount(kind=MountKind.PROC, dest="/proc"),
@@ -99,6 +101,8 @@ def plan_view(
 def interpreter_prefixes() -> tuple[Path, ...]:
     """Folders that this very Python needs, at the paths it knows them by: its prefixes and every hop of its symlinks.
 
+    Those inside system folders are named too: a view shows them anyway, unless they lie in a folder that it hides.
+
     A virtual environment's interpreter is a symlink (often to a symlink) into the installation it was made from.
     """
     found = [Path(prefix) for prefix in (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)]
@@ -111,16 +115,26 @@ def interpreter_prefixes() -> tuple[Path, ...]:
     found += [path.resolve() for path in found]
     kept: list[Path] = []
     for path in sorted(set(found), key=lambda path: len(path.parts)):
-        inside_system = any(path.is_relative_to(name) for name in SYSTEM_DIRS)
-        if len(path.parts) > 1 and not inside_system and not any(path.is_relative_to(other) for other in kept):
+        if len(path.parts) > 1 and not (_is_below(path, kept) and not _in_system(path)):
             kept.append(path)
     return tuple(kept)
 
 
+def _in_system(path: Path) -> bool:
+    return _is_below(path, SYSTEM_DIRS)
+
+
+def _is_below(path: Path | str, folders: Iterable[Path | str]) -> bool:
+    """Whether `path` is one of the folders or lies in one."""
+    return any(PurePosixPath(path).is_relative_to(folder) for folder in folders)
+
+
 def _covers(visible: Sequence[Mount], hidden: Sequence[str]) -> list[Mount]:
+    outer = [path for path in hidden if not _is_below(path, set(hidden) - {path})]  # a cover shows nothing inside it
     covers = []
-    for path in hidden:
-        for mount in visible:
+    for mount in visible:
+        # A bind that lies in a hidden folder is shown on top of the cover, with covers of its own.
+        for path in hidden if _is_below(mount.source, outer) else outer:
             inner = PurePosixPath(path)
             if inner != PurePosixPath(mount.source) and inner.is_relative_to(mount.source) and Path(path).is_dir():
                 dest = PurePosixPath(mount.dest) / inner.relative_to(mount.source)

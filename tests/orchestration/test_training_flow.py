@@ -110,9 +110,7 @@ def test_steps_train_every_group_once_and_in_order(tmp_path: Path, rollouts: Rol
     assert rollouts.most_at_once <= config.rollout.slots
     assert [move for move, _ in run.reporter.moves] == ["train", "rollout"] * 3  # type: ignore[attr-defined]
     entry = EngineEntry(url="http://127.0.0.1:1", slots=2, api_key="key-of-the-engine")
-    assert NoAdmin.engines == [[], [entry]] * 3, (
-        "calls are held back before the cell leaves, let in after it is back"
-    )
+    assert NoAdmin.engines == [[], [entry]] * 3, "calls are held back before the cell leaves, let in after it is back"
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["version-00002", "version-00003"]
     assert records[0].denominators == {"rollouts": 6}
     assert records[0].stats["reward_mean"] == 0.5

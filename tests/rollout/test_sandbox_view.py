@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gyre_core.rollout import view
 from gyre_core.rollout.backends import SANDBOX_UIDS, may_mount
 from gyre_core.rollout.sandbox import Sandbox
 from gyre_core.types import HarnessResult
@@ -142,6 +143,27 @@ async def test_view_hidden_folder_inside_a_bind_is_empty(sandbox: Sandbox, works
         "/tools/problems/shown",
         "/tools/problems/shown/data",
     ]
+
+
+def test_view_interpreter_below_a_hidden_folder_of_the_system_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Gyre in a checkout below /usr: the checkout is covered, the environment inside it is put on top."""
+    usr = tmp_path / "usr"
+    checkout, environment, other = usr / "src/gyre", usr / "src/gyre/.venv", usr / "local"
+    for folder in (environment, other):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(view, "SYSTEM_DIRS", (str(usr),))
+    mounts = view.plan_view(
+        workspace=tmp_path / "w",
+        home=tmp_path / "h",
+        account_files=(),
+        read_only=(),
+        read_write=(),
+        prefixes=(other, environment),
+        hidden=[checkout],
+        tmp_bytes=1,
+    )
+    kinds = [(mount.kind.value, mount.dest) for mount in mounts if mount.dest.startswith(f"{usr}")]
+    assert kinds == [("ro", f"{usr}"), ("folder", f"{usr}/src"), ("empty", f"{checkout}"), ("ro", f"{environment}")]
 
 
 @pytest.mark.parametrize("inside", ["relative", "/", "/proc", "/a/../etc", "/a/"])
