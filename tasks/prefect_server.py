@@ -33,7 +33,7 @@ SERVER_SETTINGS = {
 }
 CLIENT_SETTINGS = {
     "PREFECT_LOGGING_EXTRA_LOGGERS": "gyre_core,tasks,flows",
-    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",  # the progress display owns the terminal; the UI has it all
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the terminal is the progress display's; the UI has all
     "PREFECT_CLIENT_METRICS_ENABLED": "false",
 }
 

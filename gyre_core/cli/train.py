@@ -73,6 +73,7 @@ def _resumed(config: RunConfig, run_id: str | None, overrides: Sequence[str]) ->
         if not known:
             raise ConfigError(f"no run of {config.name!r} in {config.runs_dir} to resume; start one without --resume")
         run_id = known[-1]
+    overrides = [override for override in overrides if not override.strip().startswith("runs_dir")]  # found it already
     for override in overrides:
         if not override.strip().startswith(_RESUMABLE_KEYS):
             raise ConfigError(
@@ -85,10 +86,12 @@ def _resumed(config: RunConfig, run_id: str | None, overrides: Sequence[str]) ->
 
 
 def _in_prefect(config: RunConfig, call: Any, *, quiet: bool) -> dict[str, Any]:
+    from gyre_core.engine.launch import check_install, find_engine_python, inspect_python
     from gyre_core.grading.inputs import check_inputs
     from tasks.prefect_server import ensure_server
 
     check_inputs(config)  # before anything starts: bad input must not cost a server's boot
+    check_install(inspect_python(find_engine_python(config.engine)))
     for name in ("gyre_core", "tasks", "flows"):
         logging.getLogger(name).setLevel(logging.INFO)  # to the UI; the terminal shows errors only
     config.runs_dir.mkdir(parents=True, exist_ok=True)
