@@ -139,3 +139,19 @@ def test_calls_of_synchronous_clients_are_served_too() -> None:
 async def test_waiting_for_calls_that_never_come_times_out() -> None:
     with pytest.raises(TimeoutError):
         await FakeEngine().running(timeout_s=0.01)
+
+
+async def test_server_with_a_key_asks_every_request_for_it() -> None:
+    with FakeEngineServer(FakeEngine([[5, 2]]), api_key="right") as server:
+        for key in (None, "wrong"):
+            async with SGLangClient(server.url, vocab_size=64, api_key=key) as client:
+                with pytest.raises(EngineError, match="asks for its key") as caught:
+                    await client.generate([1], PARAMS, rid="a")
+                assert not caught.value.retryable
+                assert not await client.is_ready()
+        assert server.paths == []
+        async with SGLangClient(server.url, vocab_size=64, api_key="right") as client:
+            assert (await client.generate([1], PARAMS, rid="a")).output_ids.tolist() == [5, 2]
+            await client.pause()
+            await client.continue_generation()
+            assert await client.is_ready()

@@ -2,8 +2,10 @@
 
 import json
 import stat
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gyre_core.config.models import EngineConfig
@@ -22,6 +24,7 @@ FOUND = {
 
 def interpreter(folder: Path, script: str, **found: object) -> Path:
     """A program that answers the inspection as told, and runs `script` when it is to serve."""
+    folder.mkdir(exist_ok=True)
     path = folder / "python"
     answer = json.dumps(FOUND | found)
     path.write_text(f"#!/bin/sh\nif [ \"$1\" = -c ]; then echo '{answer}'; exit; fi\n{script}\n")
@@ -54,6 +57,39 @@ def test_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"not ready after 0\.3 s"):
         server.wait_ready(0.3)
     assert not server.running()
+
+
+# A server that answers everything with 200 and an empty object, whatever the key.
+OPEN_SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_server_that_answers_without_its_key_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "open.py").write_text(OPEN_SERVER)
+    server = make_server(tmp_path, f'exec {sys.executable} -I -S {tmp_path / "open.py"} "$@"')
+    server.start()
+    with pytest.raises(EngineError, match="without its key"):
+        server.wait_ready(30)
+    assert not server.running()
+
+
+def test_server_has_a_key_of_its_own_outside_its_command_line(tmp_path: Path) -> None:
+    servers = [make_server(tmp_path / name, 'echo "$@"; exec sleep 600') for name in "ab"]
+    assert servers[0].api_key != servers[1].api_key
+    assert all(len(server.api_key) >= 43 for server in servers), "256 random bits"
+    servers[0].start()
+    processes = [psutil.Process(servers[0].pid), *psutil.Process(servers[0].pid).children(recursive=True)]
+    assert not any(servers[0].api_key in " ".join(process.cmdline()) for process in processes)
+    servers[0].stop()
 
 
 def test_server_started_twice_is_refused(tmp_path: Path) -> None:

@@ -210,3 +210,21 @@ async def test_is_ready_is_false_without_a_server() -> None:
 
     async with Server({"/model_info": refuse}).client() as client:
         assert not await client.is_ready()
+
+
+async def test_key_goes_with_every_request() -> None:
+    seen: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("authorization"))
+        return httpx.Response(200, json={"success": True, "weight_version": "1"})
+
+    for key in (None, "the-key"):
+        options: dict[str, Any] = {"vocab_size": 8, "transport": httpx.MockTransport(answer)}
+        async with SGLangClient("http://engine", api_key=key, **options) as client:
+            await client.pause()
+            await client.abort("r")
+            await client.flush_cache()
+            await client.weight_version()
+            assert await client.is_ready()
+    assert seen == [None] * 5 + ["Bearer the-key"] * 5

@@ -2,11 +2,24 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from gyre_core.engine.fake import FakeEngineServer
+from gyre_core.proxy.server import create_app
+from gyre_core.proxy.settings import ProxySettings
 from gyre_core.types import VersionSpan
-from tests.support.proxies import assert_exact, fake_engine, outputs, running_proxy
+from tests.support.proxies import (
+    ADMIN_HEADERS,
+    ADMIN_SECRET,
+    ProxyUnderTest,
+    assert_exact,
+    fake_engine,
+    outputs,
+    running_proxy,
+)
 
 USER = [{"role": "user", "content": "u"}]
 
@@ -169,3 +182,30 @@ async def test_number_of_calls_is_bounded(model_path: Path) -> None:
         reply = await harness.chat(USER)
         assert reply.status_code == 403
         assert reply.json()["error"]["message"] == "this session used up its 1 calls"
+
+
+async def test_engines_are_called_with_their_own_keys_and_a_new_key_takes_hold(model_path: Path, caplog: Any) -> None:
+    engine = fake_engine("a", "b", "c")
+    with FakeEngineServer(engine, api_key="key-1") as server:
+        app = create_app(ProxySettings(admin_secret=ADMIN_SECRET, model_path=model_path, context_length=4096))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+            proxy = ProxyUnderTest(app, app.state.proxy, engine, client)
+            harness = await proxy.open()
+            for key, status in ((None, 529), ("key-2", 529), ("key-1", 200)):
+                entry = {"url": server.url, "slots": 1, "api_key": key}
+                body = {"engines": [entry], "policy_version": 0}
+                assert (await client.put("/admin/engines", json=body, headers=ADMIN_HEADERS)).status_code == 200
+                assert (await harness.messages(USER)).status_code == status
+            assert "key-" not in (await client.get("/admin/status", headers=ADMIN_HEADERS)).text
+            assert len(app.state.proxy.sampler._clients) == 1, "clients with old keys are closed"
+        await app.state.proxy.aclose()
+    assert "key-" not in caplog.text
+
+
+@pytest.mark.parametrize("api_key", ["", "with space", "line\nbreak", 5])
+async def test_bad_engine_key_is_refused_and_not_repeated(model_path: Path, api_key: object) -> None:
+    async with running_proxy(model_path, fake_engine()) as proxy:
+        body = {"engines": [{"url": "http://e", "slots": 0, "api_key": api_key}], "policy_version": 0}
+        reply = await proxy.client.put("/admin/engines", json=body, headers=ADMIN_HEADERS)
+        assert reply.status_code == 400
+        assert "input" not in reply.json()["error"].replace("input should", "") and "with space" not in reply.text

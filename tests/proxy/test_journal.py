@@ -30,6 +30,7 @@ from tests.support.proxies import (
 
 USER = [{"role": "user", "content": "u"}]
 SESSION = "0123456789abcdef"
+ENGINE_KEY = "the-key-of-the-engine"
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -199,14 +200,15 @@ def test_killed_proxy_process_comes_back_and_the_next_turn_continues_its_tree(mo
         "port": 0,
     }
     settings.write_text(json.dumps(fields))
+    log = tmp_path / "log"
     command = [sys.executable, "-m", "gyre_core.proxy", "--settings", str(settings)]
-    with FakeEngineServer(engine) as server:
-        engines = {"engines": [{"url": server.url, "slots": 4}], "policy_version": 2}
+    with FakeEngineServer(engine, api_key=ENGINE_KEY) as server:
+        engines = {"engines": [{"url": server.url, "slots": 4, "api_key": ENGINE_KEY}], "policy_version": 2}
         engine.set_version(2)
         session: dict[str, str] = {}
         history: list[Any] = list(USER)
         for turn in range(2):
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("ab"), text=True)
             try:
                 assert process.stdout is not None
                 url = process.stdout.readline().split()[-1]
@@ -220,6 +222,7 @@ def test_killed_proxy_process_comes_back_and_the_next_turn_continues_its_tree(mo
                     reply = client.post("/v1/messages", json={"messages": history, "max_tokens": 50}, headers=headers)
                     assert reply.status_code == 200, reply.text
                     history += [{"role": "assistant", "content": reply.json()["content"]}, *USER]
+                    assert ENGINE_KEY not in client.get("/admin/status", headers=ADMIN_HEADERS).text
                     if turn == 1:
                         sealed = client.post(f"/admin/sessions/{session['session_id']}/seal", headers=ADMIN_HEADERS)
                         trajectory = trajectory_from_ipc(sealed.content)
@@ -230,6 +233,9 @@ def test_killed_proxy_process_comes_back_and_the_next_turn_continues_its_tree(mo
         assert [call.index for call in trajectory.calls] == [0, 1]
         assert len(trajectory.tree.leaves()) == 1
         assert trajectory.tree.nodes[1].spans[0].version == 2
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".journal" for path in written)
+    assert not [path for path in written if ENGINE_KEY.encode() in path.read_bytes()]
 
 
 def _wait_until_healthy(client: httpx.Client) -> None:
