@@ -95,9 +95,7 @@ def test_log_lines_never_show_the_key(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_own_requests_bring_the_key_to_the_memory_server_only(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(
-        requests.api, "request", lambda method, url, **kw: seen.append((method, url, kw.get("headers")))
-    )
+    monkeypatch.setattr(requests.api, "request", lambda method, url, **kw: seen.append(kw.get("headers")))
     serve.bring_key(KEY, "http://127.0.0.1:30002/")
     requests.put("http://127.0.0.1:30002/register", json={}, timeout=1)
     requests.get("http://127.0.0.1:30002/info", params={"rank": 0}, headers={"a": "b"}, timeout=1)
