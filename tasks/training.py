@@ -66,7 +66,7 @@ def stream_train(run: RunContext, step_label: int, groups: Box[list[CompleteGrou
         **totals,
         "loss": totals.get("loss", 0.0) / max(1, num_rollouts),
         "grad_norm": float(step.get("grad_norm", 0.0)),
-        "learning_rate": run.config.train.learning_rate,
+        "learning_rate": run.config.train.learning_rate_at(step_label - 1),
         "groups_without_signal": float(without_signal),
         "train_s": time.monotonic() - started,
     }

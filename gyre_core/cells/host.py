@@ -131,7 +131,8 @@ class CellHost:
 
         def work() -> dict[str, Any]:
             started = time.monotonic()
-            stats = self._built_trainer().optimizer_step(num_rollouts)
+            rate = self.settings.train.learning_rate_at(policy_version - 1)
+            stats = self._built_trainer().optimizer_step(num_rollouts, rate)
             return {**asdict(stats), "seconds": time.monotonic() - started}
 
         async with self._lock:

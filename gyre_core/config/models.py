@@ -113,7 +113,8 @@ class TrainConfig(Section):
     """Loss and optimizer."""
 
     steps: Annotated[int, Field(ge=0)] = 10  # optimizer steps of the whole run
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6  # of the first step
+    learning_rate_decay: Literal["none", "linear"] = "none"  # linear: falls to 0 after the last of `steps`
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
@@ -127,6 +128,12 @@ class TrainConfig(Section):
     recompute: bool = False  # recompute activations in the backward pass
     keep_checkpoints: Positive = 2  # every committed step has one; older ones are removed
     threads: Annotated[int, Field(ge=0)] = 0  # CPU threads of the trainer, 0 = all cores
+
+    def learning_rate_at(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, from 0."""
+        if self.learning_rate_decay == "none":
+            return self.learning_rate
+        return self.learning_rate * max(0.0, 1.0 - step / max(1, self.steps))
 
 
 class SchedulerConfig(Section):

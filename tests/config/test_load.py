@@ -87,3 +87,14 @@ def test_config_package_imports_without_torch_or_prefect() -> None:
     program = "import sys, gyre_core.config; print(sorted({'torch', 'prefect', 'megatron'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_learning_rate_linear_decay_falls_to_zero_after_the_last_step(tmp_path: Path) -> None:
+    overrides = ["train.steps=4", "train.learning_rate=0.8", "train.learning_rate_decay='linear'"]
+    train = load_run_config(write_config(tmp_path, MINIMAL), overrides).train
+    assert [round(train.learning_rate_at(step), 6) for step in range(5)] == [0.8, 0.6, 0.4, 0.2, 0.0]
+
+
+def test_learning_rate_without_decay_is_constant(tmp_path: Path) -> None:
+    train = load_run_config(write_config(tmp_path, MINIMAL), ["train.steps=4", "train.learning_rate=0.8"]).train
+    assert {train.learning_rate_at(step) for step in range(9)} == {0.8}

@@ -360,6 +360,17 @@ def test_optimizer_step_learning_rate_zero_changes_no_bit(make_trainer) -> None:
     assert trainer.weights_digest() == before
 
 
+def test_optimizer_step_given_learning_rate_holds_for_that_step_alone(make_trainer) -> None:
+    trainer = make_trainer(learning_rate=1e-2, **WIDE_CLIP)
+    before = trainer.weights_digest()
+    for packed in pack_branches(random_branches(0), 4096):
+        trainer.micro_step(packed)
+    stats = trainer.optimizer_step(4, learning_rate=0.0)
+    assert (stats.learning_rate, trainer.weights_digest()) == (0.0, before)
+    train(trainer, random_branches(0), 1)
+    assert trainer.weights_digest() != before
+
+
 def test_training_same_inputs_give_same_bits_and_other_seeds_do_not_matter(make_trainer) -> None:
     digests = set()
     for seed in (0, 1):

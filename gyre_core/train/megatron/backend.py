@@ -139,8 +139,10 @@ class MegatronTrainer:
             duration_s=time.perf_counter() - started,
         )
 
-    def optimizer_step(self, num_rollouts: int) -> StepStats:
+    def optimizer_step(self, num_rollouts: int, learning_rate: float | None = None) -> StepStats:
         """Divide the summed gradient by the step's included rollouts, clip, take one AdamW step, clear the gradients.
+
+        `learning_rate` is this step's; without it the configuration's first one.
 
         Raises ValueError for num_rollouts < 1; TrainError when no micro-step was accumulated or the gradient is not
         finite (gradients are dropped, weights and optimizer state are as before).
@@ -159,6 +161,10 @@ class MegatronTrainer:
         if not np.isfinite(squares):
             self.reset_gradients()
             raise TrainError(f"optimizer step {self.step + 1} refused: the gradient is not finite; gradients dropped")
+        rate = self.config.learning_rate if learning_rate is None else learning_rate
+        for part in self._optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                group["lr"] = rate
         with cpu.cuda_literals():
             outcome: Any = self._optimizer.step()
         succeeded, grad_norm, _ = outcome
@@ -171,7 +177,7 @@ class MegatronTrainer:
             num_rollouts=num_rollouts,
             num_micro_steps=num_micro_steps,
             grad_norm=float(grad_norm),
-            learning_rate=self.config.learning_rate,
+            learning_rate=rate,
             duration_s=time.perf_counter() - started,
         )
 
