@@ -48,7 +48,7 @@ def reward_curve_png(
 def cell_timeline_png(spans: Sequence[CellSpan], *, title: str) -> bytes:
     """One bar a cell: when it served, trained, switched, idled. Seconds since the run's start."""
     cells = sorted({span.cell_id for span in spans})
-    figure = Figure(figsize=(7.2, 1.2 + 0.5 * max(1, len(cells))), dpi=110, layout="constrained")
+    figure = Figure(figsize=(7.2, 1.5 + 0.5 * max(1, len(cells))), dpi=110, layout="constrained")
     axes = figure.subplots()
     for kind, colour in _COLOURS.items():
         mine = [span for span in spans if span.kind == kind]
@@ -64,7 +64,7 @@ def cell_timeline_png(spans: Sequence[CellSpan], *, title: str) -> bytes:
     axes.set_yticks(range(len(cells)), cells)
     axes.set(xlabel="seconds since the start", title=title)
     if spans:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.55), ncols=4, frameon=False, fontsize=8)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return _png(figure)
 
 
