@@ -71,7 +71,6 @@ class RunContext:
         self.started_s = time.time()
         self.spans: list[CellSpan] = []
         self.outcome_rows: list[dict[str, Any]] = []
-        self.step_rows: list[dict[str, Any]] = []
         self._span_start_s = 0.0
 
     def problem(self, problem_id: str) -> Problem:

@@ -229,6 +229,4 @@ class RunConfig(Section):
                 f"engine.max_total_tokens ({self.engine.max_total_tokens}) is below model.context_length "
                 f"({self.model.context_length}): the engine could not hold one full call; raise it"
             )
-        if rollout.slots < 1 or rollout.group_size * rollout.groups_per_step < rollout.group_size:
-            raise ValueError("rollout.slots must serve at least one rollout")
         return self
