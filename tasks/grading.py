@@ -2,11 +2,11 @@
 
 import asyncio
 
-from gyre_core.rollout.runner import ExecutedRollout, FinishedRollout
-from gyre_core.rollout.runner import grade_rollout as grade
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from gyre_core.rollout.runner import ExecutedRollout, FinishedRollout
+from gyre_core.rollout.runner import grade_rollout as grade
 from tasks.context import Box, RunContext
 
 

@@ -61,8 +61,8 @@ def test_train_killed_in_a_step_then_resumed_trains_every_group_once(tmp_path: P
     with (tmp_path / "first.log").open("w") as log:
         first = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)
         try:
-            wait_for_commit(runs / "r1", "step", 1, first)
-            wait_for_commit(runs / "r1", "group", 3, first)  # the second step has begun
+            wait_for_commit(runs / "r1", "step", 1, first, log.name)
+            wait_for_commit(runs / "r1", "group", 3, first, log.name)  # the second step has begun
         finally:
             first.kill()
             first.wait()
@@ -157,9 +157,9 @@ def wait_until(condition: Any, timeout_s: float = 30.0) -> bool:
     return False
 
 
-def wait_for_commit(run: Path, kind: str, count: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_commit(run: Path, kind: str, count: int, process: subprocess.Popen[bytes], log: str) -> None:
     def there() -> bool:
-        assert process.poll() is None, "the run ended before it could be killed"
+        assert process.poll() is None, f"the run ended before it could be killed:\n{Path(log).read_text()[-6000:]}"
         if not (run / "store" / "gyre-store.json").exists():
             return False
         return len(Store.open(str(run / "store"), read_only=True).commits(kind)) >= count
