@@ -23,7 +23,14 @@ def main() -> None:
     from gyre_core.cells.settings import read_cell_settings
 
     settings = read_cell_settings(arguments.settings)
-    uvicorn.run(create_app(settings), host=settings.host, port=settings.port, log_level="warning", access_log=False)
+    uvicorn.run(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=75,  # longer than the client keeps idle connections
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,13 @@ class CellClient:
     def __init__(self, url: str, secret: str, *, timeout_s: float = 3600.0) -> None:
         self.url = url
         self._http = httpx.Client(
-            base_url=url, headers={"Authorization": f"Bearer {secret}"}, timeout=httpx.Timeout(timeout_s, connect=5.0)
+            base_url=url,
+            headers={"Authorization": f"Bearer {secret}"},
+            timeout=httpx.Timeout(timeout_s, connect=5.0),
+            # Well below the host's own limit: a request on a connection that the host closes at this very moment
+            # fails without an answer, and these requests may not be repeated blindly.
+            limits=httpx.Limits(keepalive_expiry=2.0),
+            trust_env=False,
         )
 
     def status(self) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gyre_core.cells.settings import CellSettings
+from gyre_core.config.models import TransferConfig
 from gyre_core.engine.sglang import SGLangServer
-from gyre_core.errors import GyreError
+from gyre_core.errors import GyreError, TransferError
 from gyre_core.scheduler.cell import CellState, CellStatus
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.packing import pack_branches
@@ -28,6 +29,8 @@ from gyre_core.transfer.weights import WeightPublisher
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+PUBLISH_ATTEMPTS = 3  # the second as the first, the third through files
 
 
 class CellHost:
@@ -51,18 +54,7 @@ class CellHost:
         """Boot the engine and build the trainer side by side; returns seconds by phase."""
         started = time.monotonic()
         settings = self.settings
-        engine = SGLangServer(
-            settings.engine,
-            settings.model_path,
-            context_length=settings.context_length,
-            slots=settings.slots,
-            seed=settings.seed,
-            log_path=settings.work_dir / "logs" / f"{settings.cell_id}-engine.log",
-            policy_version=settings.policy_version,
-            remote_weights=settings.transfer.backend != "local",
-        )
-        self._engine = engine
-        engine.start()
+        engine = self._start_engine()
         trainer_built = asyncio.ensure_future(self._on_trainer_thread(self._build_trainer))
         try:
             await asyncio.to_thread(engine.wait_ready, settings.engine.boot_timeout_s)
@@ -72,7 +64,7 @@ class CellHost:
             trainer_built.cancel()
             engine.stop()
             raise
-        self._publisher = WeightPublisher(engine, settings.transfer, settings.work_dir / "weights")
+        self._publisher = self._make_publisher(engine, settings.transfer)
         if settings.checkpoint is not None:
             await self.publish()
         else:
@@ -155,14 +147,29 @@ class CellHost:
             await self._on_trainer_thread(lambda: self._built_trainer().reset_gradients())
 
     async def publish(self) -> dict[str, Any]:
-        """Trainer's weights into the engine, paused meanwhile and verified by checksum."""
+        """Trainer's weights into the engine, paused meanwhile and verified by checksum.
+
+        A publication that fails is tried again, on a new engine when the old one had to be stopped, at last through
+        files unless the configuration demands Mooncake. `failures` in the report says what went wrong before. Raises
+        TransferError when every try failed.
+        """
         async with self._lock:
             tensors = await self._on_trainer_thread(lambda: list(self._built_trainer().export_hf()))
-            if self._publisher is None:
-                raise GyreError(f"{self.status.cell_id} has no engine to publish to")
-            report = await self._publisher.publish(tensors, self.policy_version)
-            self._published = self.policy_version
-            return asdict(report)
+            failures: list[str] = []
+            while True:
+                if self._publisher is None:
+                    raise GyreError(f"{self.status.cell_id} has no engine to publish to")
+                try:
+                    report = await self._publisher.publish(tensors, self.policy_version)
+                except TransferError as error:
+                    failures.append(str(error))
+                    if len(failures) >= PUBLISH_ATTEMPTS:
+                        raise
+                    logger.warning("%s: try %d to publish failed: %s", self.status.cell_id, len(failures), error)
+                    await self._mend_engine(last_try=len(failures) == PUBLISH_ATTEMPTS - 1)
+                else:
+                    self._published = self.policy_version
+                    return {**asdict(report), "failures": failures}
 
     async def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> dict[str, Any]:
         """Whole or absent: written beside `path`, then renamed."""
@@ -201,6 +208,37 @@ class CellHost:
         if self._trainer is not None:
             await self._on_trainer_thread(self._trainer.close)
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _start_engine(self) -> SGLangServer:
+        settings = self.settings
+        self._engine = SGLangServer(
+            settings.engine,
+            settings.model_path,
+            context_length=settings.context_length,
+            slots=settings.slots,
+            seed=settings.seed,
+            log_path=settings.work_dir / "logs" / f"{settings.cell_id}-engine.log",
+            policy_version=settings.policy_version,
+            remote_weights=settings.transfer.backend != "local",
+        )
+        self._engine.start()
+        return self._engine
+
+    def _make_publisher(self, engine: SGLangServer, transfer: TransferConfig) -> WeightPublisher:
+        return WeightPublisher(engine, transfer, self.settings.work_dir / "weights")
+
+    async def _mend_engine(self, *, last_try: bool) -> None:
+        """After a failed publication: an engine that runs and a publisher for it. The engine takes no calls yet."""
+        assert self._engine is not None and self._publisher is not None
+        engine = self._engine
+        if not engine.running():
+            engine = self._start_engine()
+            await asyncio.to_thread(engine.wait_ready, self.settings.engine.boot_timeout_s)
+        self._publisher.close()
+        transfer = self.settings.transfer
+        if last_try and transfer.backend == "auto":
+            transfer = transfer.model_copy(update={"backend": "local"})
+        self._publisher = self._make_publisher(engine, transfer)
 
     def _build_trainer(self) -> None:
         settings = self.settings

@@ -178,7 +178,7 @@ class SGLangServer:
                         f"machine). {self._explain()}"
                     )
                 time.sleep(POLL_S)
-            self._check_locked(http)
+            self._check_locked(http, deadline=started + timeout_s)
         return time.monotonic() - started
 
     def stop(self) -> None:
@@ -198,17 +198,26 @@ class SGLangServer:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def _check_locked(self, http: httpx.Client) -> None:
-        """Stop the server when it answers a request without its key: a change of SGLang could open it silently."""
+    def _check_locked(self, http: httpx.Client, *, deadline: float) -> None:
+        """Stop the server when it answers a request without its key: a change of SGLang could open it silently.
+
+        A port that does not answer yet (the memory's opens on its own, a busy machine is slow) is asked again until
+        `deadline`.
+        """
         urls = ["/health", "/model_info"]
         if self._memory_port is not None:
             urls.append(f"http://127.0.0.1:{self._memory_port}/get_transfer_engine_info?rank=0")
         for url in urls:
-            try:
-                status = http.get(url).status_code
-            except httpx.HTTPError as error:
-                self.stop()
-                raise EngineError(f"the engine did not answer {url} when it was ready: {error!r}") from error
+            while True:
+                try:
+                    status = http.get(url).status_code
+                    break
+                except httpx.HTTPError as error:
+                    if time.monotonic() < deadline and self.running():
+                        time.sleep(POLL_S)
+                        continue
+                    self.stop()
+                    raise EngineError(f"the engine did not answer {url} when it was ready: {error!r}") from error
             if status != 401:
                 self.stop()
                 raise EngineError(

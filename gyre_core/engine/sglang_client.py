@@ -57,7 +57,9 @@ class SGLangClient:
             headers={"authorization": f"Bearer {api_key}"} if api_key is not None else None,
             timeout=httpx.Timeout(CONTROL_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             # Calls last minutes and the router bounds how many there are: never queue inside the client.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            # Idle connections are given up well before the server closes them (after 5 s): a request on a connection
+            # that closes at this moment fails without an answer.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0),
             transport=transport,
             trust_env=False,  # engines are reached directly; a proxy from the environment would break long calls
         )
