@@ -261,7 +261,8 @@ async def _harness(proxy: Proxy, request: Request) -> Response:
 
 def _deliver(session: Session, dialect: Dialect, chat: ChatRequest, digest: bytes, reply: Reply) -> Response:
     if chat.stream:
-        parts, media_type = list(dialect.reply_events(reply, chat)), "text/event-stream"
+        events = dialect.events(chat, reply.call_id, reply.created_s, reply.prompt_tokens)
+        parts, media_type = [events.begin(), *events.finish(reply)], "text/event-stream"
     else:
         parts, media_type = [orjson.dumps(dialect.reply_body(reply, chat))], "application/json"
     return ReplyResponse(parts, media_type, lambda: session.delivered(digest, reply))

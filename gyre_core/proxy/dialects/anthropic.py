@@ -12,6 +12,9 @@ from gyre_core.trajectory.roles import RequestFacts
 from gyre_core.types import FinishReason, Json
 
 BILLING_PREFIX = "x-anthropic-billing-header:"  # varies between calls that mean the same; not for the policy
+KEEPALIVE_SIGNATURE = "gyre-keepalive"  # of a thinking block that holds no thinking
+
+_EMPTY_THINKING: Json = {"type": "thinking", "thinking": "", "signature": ""}
 
 _ERRORS = {
     RefusalKind.BAD_REQUEST: (400, "invalid_request_error"),
@@ -29,6 +32,7 @@ class MessagesDialect:
     """POST /v1/messages and /v1/messages/count_tokens."""
 
     name = "messages"
+    keepalive_body = b" "
 
     def parse(self, body: Json, headers: Mapping[str, str]) -> ChatRequest:
         """Read a request body; `max_tokens` may be missing (count_tokens)."""
@@ -79,40 +83,74 @@ class MessagesDialect:
     def reply_body(self, reply: Reply, request: ChatRequest) -> Json:
         """A `message` object."""
         return {
-            "id": f"msg_{reply.call_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": request.model,
+            **_head(request, reply.call_id),
             "content": _blocks(reply),
             "stop_reason": _stop_reason(reply),
             "stop_sequence": reply.stop_sequence or None,
-            "usage": _usage(reply),
+            "usage": _usage(reply.prompt_tokens, reply.cached_tokens, reply.output_tokens),
         }
 
-    def reply_events(self, reply: Reply, request: ChatRequest) -> Iterator[bytes]:
+    def events(self, request: ChatRequest, reply_id: str, created_s: float, prompt_tokens: int) -> "MessagesEvents":
         """message_start, blocks, message_delta, message_stop."""
-        body = self.reply_body(reply, request)
-        usage = body["usage"]
-        start = {**body, "content": [], "stop_reason": None, "stop_sequence": None}
-        yield _event("message_start", message={**start, "usage": {**usage, "output_tokens": 1}})
-        yield _event("ping")
-        for index, block in enumerate(body["content"]):
-            empty, deltas = _deltas(block)
-            yield _event("content_block_start", index=index, content_block=empty)
-            for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        yield _event(
-            "message_delta",
-            delta={"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]},
-            usage=usage,
-        )
-        yield _event("message_stop")
+        return MessagesEvents(request, reply_id, prompt_tokens)
 
     def error(self, refusal: Refusal) -> tuple[int, Json]:
         """`{"type": "error", ...}`."""
         status, kind = _ERRORS[refusal.kind]
         return status, {"type": "error", "error": {"type": kind, "message": refusal.message}}
+
+
+class MessagesEvents:
+    """The events of one message.
+
+    Clients do not count pings as progress, but deltas: a reply that takes long opens a thinking block and sends empty
+    deltas in it. The reply's own reasoning goes into that block; without any it is closed with KEEPALIVE_SIGNATURE,
+    by which `parse` leaves it out when the harness sends it back.
+    """
+
+    def __init__(self, request: ChatRequest, reply_id: str, prompt_tokens: int) -> None:
+        self._request = request
+        self._reply_id = reply_id
+        self._prompt_tokens = prompt_tokens
+        self._thinking = False  # whether the block of the keep-alives is open
+
+    def begin(self) -> bytes:
+        """message_start and a ping."""
+        message = {
+            **_head(self._request, self._reply_id),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(self._prompt_tokens, 0, 1),
+        }
+        return _event("message_start", message=message) + _event("ping")
+
+    def keepalive(self) -> bytes:
+        """An empty piece of thinking."""
+        delta = _event("content_block_delta", index=0, delta={"type": "thinking_delta", "thinking": ""})
+        if self._thinking:
+            return delta
+        self._thinking = True
+        return _event("content_block_start", index=0, content_block=_EMPTY_THINKING) + delta
+
+    def finish(self, reply: Reply) -> Iterator[bytes]:
+        """The blocks and the end."""
+        blocks = _blocks(reply)
+        if self._thinking and not reply.signature:
+            blocks.insert(0, {"type": "thinking", "thinking": "", "signature": KEEPALIVE_SIGNATURE})
+        for index, block in enumerate(blocks):
+            empty, deltas = _deltas(block)
+            if index or not self._thinking:
+                yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        yield _event(
+            "message_delta",
+            delta={"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_sequence or None},
+            usage=_usage(reply.prompt_tokens, reply.cached_tokens, reply.output_tokens),
+        )
+        yield _event("message_stop")
 
 
 def _normalise(raw: Json) -> tuple[Message, ...]:
@@ -160,6 +198,8 @@ def _assistant(content: Any) -> Message:
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "thinking":
+            if block.get("signature") == KEEPALIVE_SIGNATURE:
+                continue
             reasoning.append(as_text(block.get("thinking", "")))
             if isinstance(block.get("signature"), str) and block["signature"]:
                 signatures.append(block["signature"])
@@ -245,10 +285,8 @@ def _blocks(reply: Reply) -> list[Json]:
 
 def _deltas(block: Json) -> tuple[Json, list[Json]]:
     if block["type"] == "thinking":
-        return {"type": "thinking", "thinking": "", "signature": ""}, [
-            {"type": "thinking_delta", "thinking": block["thinking"]},
-            {"type": "signature_delta", "signature": block["signature"]},
-        ]
+        thought = [{"type": "thinking_delta", "thinking": block["thinking"]}] if block["thinking"] else []
+        return _EMPTY_THINKING, [*thought, {"type": "signature_delta", "signature": block["signature"]}]
     if block["type"] == "tool_use":
         return {**block, "input": {}}, [
             {"type": "input_json_delta", "partial_json": ""},
@@ -265,12 +303,16 @@ def _stop_reason(reply: Reply) -> str:
     return "tool_use" if reply.tool_calls else "end_turn"
 
 
-def _usage(reply: Reply) -> Json:
+def _head(request: ChatRequest, reply_id: str) -> Json:
+    return {"id": f"msg_{reply_id}", "type": "message", "role": "assistant", "model": request.model}
+
+
+def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Json:
     return {
-        "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+        "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": reply.cached_tokens,
-        "output_tokens": reply.output_tokens,
+        "cache_read_input_tokens": cached_tokens,
+        "output_tokens": output_tokens,
         "service_tier": "standard",
     }
 

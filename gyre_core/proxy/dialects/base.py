@@ -8,10 +8,27 @@ from gyre_core.proxy.refusal import Refusal
 from gyre_core.types import Json
 
 
+class EventStream(Protocol):
+    """One reply as server-sent events. `begin` and `keepalive` may go out before anything of the reply is known."""
+
+    def begin(self) -> bytes:
+        """The head events; called once, first."""
+        ...
+
+    def keepalive(self) -> bytes:
+        """What the API's clients count as progress and what changes nothing; any number of times after `begin`."""
+        ...
+
+    def finish(self, reply: Reply) -> Iterator[bytes]:
+        """All the rest, event by event; called once, after `begin`."""
+        ...
+
+
 class Dialect(Protocol):
     """One API. Pure: JSON in, records and JSON out."""
 
-    name: str  # in call records: messages | chat
+    name: str  # in call records: messages | chat | responses
+    keepalive_body: bytes  # before a reply that is not streamed: whitespace, which JSON allows and read time-outs see
 
     def parse(self, body: Json, headers: Mapping[str, str]) -> ChatRequest:
         """Read a request; raises Refusal for what the API would answer with a 400. Unknown fields are ignored."""
@@ -25,8 +42,8 @@ class Dialect(Protocol):
         """The body of a reply that is not streamed."""
         ...
 
-    def reply_events(self, reply: Reply, request: ChatRequest) -> Iterator[bytes]:
-        """The reply as server-sent events, in the API's order."""
+    def events(self, request: ChatRequest, reply_id: str, created_s: float, prompt_tokens: int) -> EventStream:
+        """The events of one reply; `prompt_tokens` is 0 while it is not known."""
         ...
 
     def error(self, refusal: Refusal) -> tuple[int, Json]:

@@ -37,6 +37,7 @@ class ChatDialect:
     """POST /v1/chat/completions."""
 
     name = "chat"
+    keepalive_body = b" "
 
     def parse(self, body: Json, headers: Mapping[str, str]) -> ChatRequest:
         """Read a request body."""
@@ -107,36 +108,56 @@ class ChatDialect:
             "usage": _usage(reply),
         }
 
-    def reply_events(self, reply: Reply, request: ChatRequest) -> Iterator[bytes]:
+    def events(self, request: ChatRequest, reply_id: str, created_s: float, prompt_tokens: int) -> "ChatEvents":
         """Chunks: role, reasoning, content, tool calls, finish reason, usage when asked for, [DONE]."""
-        deltas: list[Json] = [{"role": "assistant", "content": ""}]
-        if reply.reasoning:
-            deltas.append({"reasoning_content": reply.reasoning})
-        if reply.text:
-            deltas.append({"content": reply.text})
-        for index, call in enumerate(reply.tool_calls):
-            whole = _tool_call(call)
-            arguments = whole["function"]["arguments"]
-            first = {**whole, "index": index, "function": {"name": call.name, "arguments": ""}}
-            deltas.append({"tool_calls": [first]})
-            deltas.append({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
-        head = {
-            "id": f"chatcmpl-{reply.call_id}",
-            "object": "chat.completion.chunk",
-            "created": int(reply.created_s),
-            "model": request.model,
-        }
-        for delta in deltas:
-            yield _chunk(head, [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
-        yield _chunk(head, [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(reply)}])
-        if request.include_usage:
-            yield _chunk({**head, "usage": _usage(reply)}, [])
-        yield sse(b"[DONE]")
+        return ChatEvents(request, reply_id, created_s)
 
     def error(self, refusal: Refusal) -> tuple[int, Json]:
         """`{"error": {...}}`."""
         status, kind, code = _ERRORS[refusal.kind]
         return status, {"error": {"message": refusal.message, "type": kind, "param": None, "code": code}}
+
+
+class ChatEvents:
+    """The chunks of one completion."""
+
+    def __init__(self, request: ChatRequest, reply_id: str, created_s: float) -> None:
+        self._include_usage = request.include_usage
+        self._head: Json = {
+            "id": f"chatcmpl-{reply_id}",
+            "object": "chat.completion.chunk",
+            "created": int(created_s),
+            "model": request.model,
+        }
+
+    def begin(self) -> bytes:
+        """The role."""
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def keepalive(self) -> bytes:
+        """A chunk without news; clients count chunks, not comments."""
+        return self._chunk({})
+
+    def finish(self, reply: Reply) -> Iterator[bytes]:
+        """All the rest."""
+        if reply.reasoning:
+            yield self._chunk({"reasoning_content": reply.reasoning})
+        if reply.text:
+            yield self._chunk({"content": reply.text})
+        for index, call in enumerate(reply.tool_calls):
+            whole = _tool_call(call)
+            arguments = whole["function"]["arguments"]
+            first = {**whole, "index": index, "function": {"name": call.name, "arguments": ""}}
+            yield self._chunk({"tool_calls": [first]})
+            yield self._chunk({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
+        yield self._chunk({}, _finish_reason(reply))
+        if self._include_usage:
+            yield sse(orjson.dumps({**self._head, "choices": [], "usage": _usage(reply)}))
+        yield sse(b"[DONE]")
+
+    def _chunk(self, delta: Json, finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return sse(orjson.dumps({**self._head, "choices": [choice]}))
 
 
 def _normalise(raw: Json) -> tuple[Message, ...]:
@@ -239,7 +260,3 @@ def _usage(reply: Reply) -> Json:
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": reply.reasoning_tokens},
     }
-
-
-def _chunk(head: Json, choices: list[Json]) -> bytes:
-    return sse(orjson.dumps({**head, "choices": choices}))
