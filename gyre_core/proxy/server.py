@@ -32,6 +32,7 @@ from gyre_core.proxy.conversation import ChatRequest, Reply
 from gyre_core.proxy.dialects.anthropic import MessagesDialect
 from gyre_core.proxy.dialects.base import Dialect
 from gyre_core.proxy.dialects.chat import ChatDialect
+from gyre_core.proxy.dialects.responses import ResponsesDialect
 from gyre_core.proxy.journal import JournalFolder
 from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
 from gyre_core.proxy.render import PromptRenderer
@@ -47,11 +48,14 @@ KEY_PREFIX = "gyre-"  # of the keys that name a session
 
 _MESSAGES = MessagesDialect()
 _CHAT = ChatDialect()
+_RESPONSES = ResponsesDialect()
 _ENDPOINTS: dict[str, tuple[Dialect, bool]] = {  # path -> dialect, whether it only counts tokens
     "v1/messages": (_MESSAGES, False),
     "v1/messages/count_tokens": (_MESSAGES, True),
     "v1/chat/completions": (_CHAT, False),
     "chat/completions": (_CHAT, False),  # base URLs without /v1
+    "v1/responses": (_RESPONSES, False),
+    "responses": (_RESPONSES, False),
 }
 
 
