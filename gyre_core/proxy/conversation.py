@@ -95,6 +95,10 @@ class ChatRequest:
     shows_reasoning: bool = True  # whether the harness gets reasoning at all
     omits_reasoning_text: bool = False  # it gets the signature of the reasoning, not its text
     temperature: float | None = None  # what the harness would have liked
+    tool_choice: Literal["auto", "none", "required"] = "auto"  # none: no tool call is delivered
+    tool_name: str = ""  # the tool that a required choice names, "" for any
+    single_tool_call: bool = False  # only the first tool call is delivered
+    ignored_options: tuple[str, ...] = ()  # what was asked for and is not done; each is counted
     facts: RequestFacts = field(default_factory=lambda: RequestFacts(headers={}))
 
     def messages(self, start: int = 0, end: int | None = None) -> list[Message]:
