@@ -1,13 +1,22 @@
 """The Anthropic Messages API (2023-06-01), as clients of its official SDKs see it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from gyre_core.proxy.conversation import ChatRequest, Message, Reply, ToolCall, as_text, joined_text, require
 from gyre_core.proxy.dialects.base import sse
-from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
+from gyre_core.proxy.dialects.parsing import (
+    function_tool,
+    last_user,
+    number,
+    positive_int,
+    stop_strings,
+    system_text,
+    tool_list,
+)
+from gyre_core.proxy.refusal import Refusal, RefusalKind
 from gyre_core.trajectory.roles import RequestFacts
 from gyre_core.types import FinishReason, Json
 
@@ -45,15 +54,11 @@ class MessagesDialect:
                 f"messages.{index}: an object with role user or assistant is required",
             )
         system = body.get("system")
-        max_tokens = body.get("max_tokens")
-        require(
-            max_tokens is None or (isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0),
-            "max_tokens: a positive integer is required",
-        )
-        stop = body.get("stop_sequences") or []
-        require(isinstance(stop, list) and all(isinstance(s, str) for s in stop), "stop_sequences: strings required")
         thinking = body.get("thinking")
-        tools = _tools(body.get("tools"))
+        tools = tuple(
+            function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+            for tool in tool_list(body.get("tools"))
+        )
         messages = ([{"role": "system", "content": system}] if system else []) + raw
         return ChatRequest(
             dialect=self.name,
@@ -61,16 +66,16 @@ class MessagesDialect:
             raw_messages=messages,
             normalise=_normalise,
             tools=tools,
-            max_tokens=max_tokens,
-            stop=tuple(s for s in stop if s),
+            max_tokens=positive_int(body.get("max_tokens"), "max_tokens"),
+            stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
             stream=body.get("stream") is True,
             shows_reasoning=isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"),
             omits_reasoning_text=isinstance(thinking, dict) and thinking.get("display") == "omitted",
-            temperature=_number(body.get("temperature")),
+            temperature=number(body.get("temperature"), "temperature"),
             facts=RequestFacts(
                 headers=headers,
-                system=_system_facts(system),
-                last_user=_last_user(raw),
+                system=system_text([system]),
+                last_user=last_user(raw),
                 tool_names=tuple(tool["function"]["name"] for tool in tools),
                 output_format=_output_format(body),
             ),
@@ -227,49 +232,10 @@ def _system_texts(system: Any) -> list[str]:
     return [text for text in map(as_text, blocks) if not text.startswith(BILLING_PREFIX)]
 
 
-def _system_facts(system: Any) -> str:
-    if not system:
-        return ""
-    return "\n".join(map(as_text, system if isinstance(system, list) else [system]))
-
-
-def _last_user(messages: Sequence[Json]) -> tuple[str, ...]:
-    for message in reversed(messages):
-        if message["role"] == "user":
-            content = message.get("content")
-            if isinstance(content, str):
-                return (content,)
-            if isinstance(content, list):
-                texts = (block.get("text") for block in content if isinstance(block, dict))
-                return tuple(text for text in texts if isinstance(text, str))
-            return ()
-    return ()
-
-
 def _output_format(body: Json) -> str:
     config = body.get("output_config")
     form = (config.get("format") if isinstance(config, dict) else None) or body.get("output_format")
     return str(form.get("type", "")) if isinstance(form, dict) else ""
-
-
-def _tools(tools: Any) -> tuple[Json, ...]:
-    if not tools:
-        return ()
-    require(
-        isinstance(tools, list) and all(isinstance(t, dict) and isinstance(t.get("name"), str) for t in tools),
-        "tools: a list of objects with a name is required",
-    )
-    return tuple(
-        {
-            "type": "function",
-            "function": {
-                "name": tool["name"],
-                "description": str(tool.get("description", "")),
-                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-            },
-        }
-        for tool in tools
-    )
 
 
 def _blocks(reply: Reply) -> list[Json]:
@@ -315,14 +281,6 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Json:
         "output_tokens": output_tokens,
         "service_tier": "standard",
     }
-
-
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise bad_request("temperature: a number is required")
-    return float(value)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

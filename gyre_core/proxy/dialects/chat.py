@@ -1,7 +1,6 @@
 """The OpenAI Chat Completions API, as clients of its official SDKs see it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import orjson
 
@@ -16,21 +15,20 @@ from gyre_core.proxy.conversation import (
     require,
 )
 from gyre_core.proxy.dialects.base import sse
-from gyre_core.proxy.refusal import Refusal, RefusalKind
+from gyre_core.proxy.dialects.parsing import (
+    function_tool,
+    last_user,
+    number,
+    openai_error,
+    positive_int,
+    stop_strings,
+    tool_list,
+)
+from gyre_core.proxy.refusal import Refusal, bad_request
 from gyre_core.trajectory.roles import RequestFacts
 from gyre_core.types import FinishReason, Json
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # compared, not hashed: values are wild
-_ERRORS: dict[RefusalKind, tuple[int, str, str | None]] = {
-    RefusalKind.BAD_REQUEST: (400, "invalid_request_error", None),
-    RefusalKind.CONTEXT_LENGTH: (400, "invalid_request_error", "context_length_exceeded"),
-    RefusalKind.AUTHENTICATION: (401, "invalid_request_error", "invalid_api_key"),
-    RefusalKind.FORBIDDEN: (403, "insufficient_permissions", "session_closed"),
-    RefusalKind.NOT_FOUND: (404, "invalid_request_error", "unknown_url"),
-    RefusalKind.TOO_LARGE: (413, "invalid_request_error", "request_too_large"),
-    RefusalKind.UNAVAILABLE: (503, "server_error", "overloaded"),
-    RefusalKind.INTERNAL: (500, "server_error", None),
-}
 
 
 class ChatDialect:
@@ -52,20 +50,8 @@ class ChatDialect:
         num_choices = body.get("n")
         require(num_choices in (None, 1), "n: only one choice a call is served")
         max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
-        require(
-            max_tokens is None or (isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0),
-            "max_tokens: a positive integer is required",
-        )
-        stop = body.get("stop") or []
-        stop = [stop] if isinstance(stop, str) else stop
-        require(isinstance(stop, list) and all(isinstance(s, str) for s in stop), "stop: strings are required")
-        temperature = body.get("temperature")
-        require(
-            temperature is None or (isinstance(temperature, int | float) and not isinstance(temperature, bool)),
-            "temperature: a number is required",
-        )
         options = body.get("stream_options")
-        tools = _tools(body.get("tools"))
+        tools = tuple(map(_tool, tool_list(body.get("tools"))))
         form = body.get("response_format")
         return ChatRequest(
             dialect=self.name,
@@ -73,15 +59,15 @@ class ChatDialect:
             raw_messages=raw,
             normalise=_normalise,
             tools=tools,
-            max_tokens=max_tokens,
-            stop=tuple(s for s in stop if s),
+            max_tokens=positive_int(max_tokens, "max_tokens"),
+            stop=stop_strings(body.get("stop"), "stop"),
             stream=body.get("stream") is True,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-            temperature=None if temperature is None else float(temperature),
+            temperature=number(body.get("temperature"), "temperature"),
             facts=RequestFacts(
                 headers=headers,
                 system=_system_facts(raw),
-                last_user=_last_user(raw),
+                last_user=last_user(raw),
                 tool_names=tuple(tool["function"]["name"] for tool in tools),
                 output_format=str(form.get("type", "")) if isinstance(form, dict) else "",
             ),
@@ -114,8 +100,7 @@ class ChatDialect:
 
     def error(self, refusal: Refusal) -> tuple[int, Json]:
         """`{"error": {...}}`."""
-        status, kind, code = _ERRORS[refusal.kind]
-        return status, {"error": {"message": refusal.message, "type": kind, "param": None, "code": code}}
+        return openai_error(refusal)
 
 
 class ChatEvents:
@@ -210,40 +195,11 @@ def _system_facts(messages: Sequence[Json]) -> str:
     return "\n".join(texts)
 
 
-def _last_user(messages: Sequence[Json]) -> tuple[str, ...]:
-    for message in reversed(messages):
-        if message["role"] == "user":
-            content = message.get("content")
-            if isinstance(content, str):
-                return (content,)
-            if isinstance(content, list):
-                texts = (part.get("text") for part in content if isinstance(part, dict))
-                return tuple(text for text in texts if isinstance(text, str))
-            return ()
-    return ()
-
-
-def _tools(tools: Any) -> tuple[Json, ...]:
-    if not tools:
-        return ()
-    require(isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools), "tools: a list is required")
-    functions = [tool.get("function") for tool in tools]
-    require(
-        all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions),
-        "tools: functions with a name are required",
-    )
-    return tuple(
-        {
-            "type": "function",
-            "function": {
-                "name": function["name"],
-                "description": str(function.get("description", "")),
-                "parameters": function.get("parameters") or {"type": "object", "properties": {}},
-            },
-        }
-        for function in functions
-        if function is not None
-    )
+def _tool(tool: Json) -> Json:
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise bad_request("tools: functions with a name are required")
+    return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 
 def _finish_reason(reply: Reply) -> str:
