@@ -1,58 +1,16 @@
 """The official SDKs talk to the proxy over a real port: replies, streams, errors, tokens."""
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from tests.support.proxies import (
-    BASH,
-    Harness,
-    ProxyUnderTest,
-    assert_exact,
-    call_text,
-    fake_engine,
-    outputs,
-    running_proxy,
-    serving,
-)
+from tests.support.clients import Stage
+from tests.support.proxies import BASH, assert_exact, call_text, outputs
 
 CHAT_BASH: Any = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 THOUGHT = "<think>\nhm\n</think>\n\n"
-
-
-@dataclass
-class Stage:
-    """A served proxy with one session, and SDK clients that are closed at the end."""
-
-    proxy: ProxyUnderTest
-    harness: Harness
-    url: str
-    stack: AsyncExitStack
-
-    async def anthropic(self, path: str = "", **fields: Any) -> anthropic.AsyncAnthropic:
-        key = fields.pop("api_key", self.harness.api_key)
-        return await self.stack.enter_async_context(
-            anthropic.AsyncAnthropic(base_url=self.url + path, api_key=key, **fields)
-        )
-
-    async def openai(self, path: str = "/v1", **fields: Any) -> openai.AsyncOpenAI:
-        key = fields.pop("api_key", self.harness.api_key)
-        return await self.stack.enter_async_context(openai.AsyncOpenAI(base_url=self.url + path, api_key=key, **fields))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.proxy, self.harness))
-
-
-@pytest.fixture
-async def stage(model_path: Path) -> AsyncIterator[Stage]:
-    async with running_proxy(model_path, fake_engine()) as proxy, serving(proxy) as url, AsyncExitStack() as stack:
-        yield Stage(proxy, await proxy.open(), url, stack)
 
 
 async def test_anthropic_sdk_runs_a_tool_loop(stage: Stage) -> None:
