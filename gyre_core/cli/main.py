@@ -150,6 +150,24 @@ def parity(
             sys.stdout.write(f"{name:36s} {value}\n")
 
 
+@bench_app.command()
+def tree(
+    tokens: Annotated[int, typer.Option(help="tokens of the rollout, each shared prefix counted once")] = 700_000,
+    calls: Annotated[int, typer.Option(help="model calls of the rollout")] = 500,
+    seed: Annotated[int, typer.Option(help="of the synthetic rollout")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Record a synthetic rollout of many calls: build time, memory for each unique token, journal and seal."""
+    from gyre_core.bench.tree import bench_tree, tree_rows
+
+    result = bench_tree(num_tokens=tokens, num_calls=calls, seed=seed)
+    if as_json:
+        print_result(result)
+    else:
+        for name, value in tree_rows(result):
+            sys.stdout.write(f"{name:20s} {value}\n")
+
+
 def main() -> None:
     """Entry point of the `gyre` script."""
     try:

@@ -215,7 +215,7 @@ class Recorder:
         """A recorded call; raises KeyError for an unknown id."""
         return self._calls[call_id]
 
-    def prompt_ids(self, anchor: RecordedCall, added: Sequence[int]) -> TokenIds:
+    def prompt_ids(self, anchor: RecordedCall, added: Sequence[int] | TokenIds) -> TokenIds:
         """The whole prompt of a call that continues `anchor`: its path and the tokens added to it."""
         return np.concatenate([self.tree.path_ids(anchor.output_node), np.asarray(added, np.int32)])
 
