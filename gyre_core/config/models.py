@@ -5,7 +5,7 @@ with messages that say what to change. A function takes its own section, never t
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -44,7 +44,7 @@ class HarnessConfig(Section):
 
     name: Slug = "quickstart-agent"  # selects the role table (gyre_core/trajectory/roles.py)
     version: str = "1"
-    dialect: Literal["messages", "chat"] = "messages"
+    dialect: Literal["messages", "chat", "responses"] = "messages"
     command: tuple[str, ...] = Field(min_length=1, strict=False)
     env: dict[str, str] = Field(default_factory=dict)
     read_only: tuple[LaxPath, ...] = Field(default=(), strict=False)  # further paths the sandbox may read
@@ -156,6 +156,19 @@ class EngineConfig(Section):
     extra_args: tuple[str, ...] = Field(default=(), strict=False)
 
 
+class ProxyConfig(Section):
+    """The TITO proxy: what it may take, and how many processes share a run's sessions.
+
+    Calls, sampled tokens and time of one rollout are bounded in `[rollout]`; its session has the same bounds.
+    """
+
+    processes: Annotated[int, Field(ge=1, le=64)] = 1  # sessions are sharded by rollout; one serves some hundred
+    journal_sync: Literal["call", "session"] = "call"  # fsync each finished call, or only a session's begin and end
+    keepalive_s: Annotated[float, Field(gt=0, le=20)] = 15.0  # longest silence towards a harness that waits
+    max_body_bytes: Positive = 16 * 2**20  # of one request; a history of a million tokens is 5 to 10 MB
+    role_tables: tuple[dict[str, Any], ...] = Field(default=(), strict=False)  # asked before the built-in ones
+
+
 class StoreConfig(Section):
     """Trajectories, manifests and checkpoints. None: `<run folder>/store`."""
 
@@ -202,6 +215,7 @@ class RunConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
+    proxy: ProxyConfig = ProxyConfig()
     store: StoreConfig = StoreConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     prefect: PrefectConfig = PrefectConfig()
@@ -228,5 +242,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"engine.max_total_tokens ({self.engine.max_total_tokens}) is below model.context_length "
                 f"({self.model.context_length}): the engine could not hold one full call; raise it"
+            )
+        if self.proxy.processes > rollout.slots:
+            raise ValueError(
+                f"proxy.processes ({self.proxy.processes}) exceeds rollout.slots ({rollout.slots}): each process needs a "
+                "slot of its own to serve a session; lower the one or raise the other"
             )
         return self

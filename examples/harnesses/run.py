@@ -1,0 +1,268 @@
+"""Runs a real harness against the proxy: `python examples/harnesses/run.py claude-code`.
+
+Enters: a harness's TOML file beside this one (how it is installed and started, what the scripted policy does). Leaves: a
+run in the runs folder that `gyre inspect` reads as any other, the rollout's tree, and one line of JSON. Everything but
+the policy is what a training run uses: the proxy as a process of its own, SGLang's HTTP interface, the sandbox, the
+verifier, the store. The engine alone is scripted (script.py): it "samples" real token ids of the quickstart policy.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from install import DEFAULT_FOLDER, Installed, InstallError, harness_names, install, machine, read_harness
+from plain import PlainRunner
+from script import Script, ScriptedEngine
+
+from gyre_core.cli.inspect import inspect_rollout
+from gyre_core.config.load import parse_run_config
+from gyre_core.config.models import RunConfig
+from gyre_core.engine.fake import FakeEngineServer
+from gyre_core.errors import GyreError, ProxyError, SandboxError
+from gyre_core.grading.problems import load_problem
+from gyre_core.process import ChildProcess, free_port, new_secret, python_command
+from gyre_core.proxy.admin_client import ProxyAdmin
+from gyre_core.proxy.render import PromptRenderer
+from gyre_core.proxy.settings import EngineEntry, ProxySettings
+from gyre_core.proxy.tokenizer import FastTokenizer
+from gyre_core.rollout.runner import FinishedRollout, run_rollout, workspace_of
+from gyre_core.rollout.sandbox import Sandbox
+from gyre_core.run_folder import RunFolder
+from gyre_core.store import Store
+from gyre_core.trajectory.tree import Trajectory
+from gyre_core.types import RolloutSpec
+
+HERE = Path(__file__).resolve().parent
+POLICY = HERE.parent / "quickstart" / "policy"
+PROBLEMS = HERE / "problems"
+RUNS = HERE.parents[1] / "runs"
+CONTEXT_LENGTH = 2_000_000  # the script does not care, and this small vocabulary makes real system prompts long
+STALL_S = 360.0  # of the "silence" scenario
+POLICY_VERSION = 1
+
+
+def run_config(name: str, scenario: str, installed: Installed, runs_dir: Path) -> RunConfig:
+    """The configuration of such a run, as a training run would have it."""
+    harness = read_harness(name)["harness"]
+    places = {
+        "{install}": str(installed.path),
+        "{node}": str(installed.node),
+        "{here}": str(HERE),
+        "{machine}": machine(),
+    }
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: fill(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        for place, path in places.items():
+            value = value.replace(place, path)
+        return value
+
+    tree = {
+        "name": f"harness-{name}",
+        "runs_dir": str(runs_dir),
+        "model": {"path": str(POLICY), "context_length": CONTEXT_LENGTH},
+        "data": {"train": str(PROBLEMS)},
+        "rollout": {"harness": fill(harness), "group_size": 1, "time_limit_s": 900, "overall_limit_s": 1000},
+        "selection": {"min_group": 1},
+        "train": {"micro_step_tokens": CONTEXT_LENGTH},
+        "engine": {"max_total_tokens": CONTEXT_LENGTH},
+    }
+    return parse_run_config(tree, base_dir=HERE, source=f"{name}.toml")
+
+
+@contextlib.contextmanager
+def running_proxy(folder: RunFolder, config: RunConfig) -> Iterator[tuple[str, str]]:
+    """A proxy process; gives its url and secret."""
+    settings = ProxySettings(
+        port=free_port(),
+        admin_secret=new_secret(),
+        model_path=config.model.path,
+        context_length=config.model.context_length,
+        journal_dir=folder.journal,
+    )
+    url = f"http://{settings.host}:{settings.port}"
+    path = folder.work / "proxy.json"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(settings.model_dump_json())  # readable by us alone, gone below: it holds a secret
+    command = python_command("gyre_core.proxy", "--settings", str(path))
+    child = ChildProcess("proxy", command, log_path=folder.logs / "proxy.log")
+    try:
+        child.wait_until(lambda: _healthy(url), timeout_s=60, error=ProxyError)
+        path.unlink()
+        yield url, settings.admin_secret
+    finally:
+        path.unlink(missing_ok=True)
+        child.stop()
+
+
+async def run_harness(
+    name: str,
+    scenario: str,
+    *,
+    installed: Installed,
+    runs_dir: Path,
+    stall_s: float = STALL_S,
+    sandboxed: bool = True,
+    keep: bool = False,
+) -> dict[str, Any]:
+    """Run one scenario and commit it; returns the summary."""
+    data = read_harness(name)
+    script = Script.read(data.get("summary", {}), data["scripts"][scenario])
+    tokenizer = FastTokenizer.load(POLICY)
+    vocab_size = PromptRenderer.load(POLICY).vocab_size
+    engine = ScriptedEngine(
+        script, encode=tokenizer.encode, decode=tokenizer.decode, vocab_size=vocab_size, stall_s=stall_s
+    )
+    engine.set_version(POLICY_VERSION)
+    config = run_config(name, scenario, installed, runs_dir)
+    folder = RunFolder.create(config, f"harness-{name}-{scenario}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}")
+    spec = RolloutSpec(
+        rollout_id=f"{scenario}-{name}",
+        group_id=f"{scenario}-{name}",
+        problem_id=scenario,
+        step=0,
+        member=0,
+        dispatch_version=POLICY_VERSION,
+        seed=1,
+    )
+    sandbox, sandbox_name = _sandbox(sandboxed)
+    started = time.monotonic()
+    with FakeEngineServer(engine) as server, running_proxy(folder, config) as (url, secret):
+        async with ProxyAdmin(url, secret) as admin:
+            await admin.set_engines([EngineEntry(url=server.url, slots=16)], POLICY_VERSION)
+            finished = await run_rollout(
+                spec,
+                load_problem(PROBLEMS / scenario),
+                rollout=config.rollout,
+                grading=config.grading,
+                proxy=admin,
+                sandbox=sandbox,
+                workdir=folder.work / spec.rollout_id,
+                keep_workspaces=keep,
+            )
+    wall_s = time.monotonic() - started
+    store = Store.open(folder.store_url)
+    record = {"group_id": spec.group_id, "rewards_by_rollout": {spec.rollout_id: finished.grade.reward}}
+    store.commit_rollouts("group", [finished], [], record, token=spec.group_id)
+    summary = {
+        "harness": name,
+        "version": config.rollout.harness.version,
+        "scenario": scenario,
+        "run": folder.run_id,
+        "rollout": spec.rollout_id,
+        "sandbox": sandbox_name,
+        **_told(finished),
+        **_exactness(finished.trajectory, engine),
+        "stalls": engine.num_stalls,
+        "wall_s": round(wall_s, 1),
+    }
+    if keep:
+        summary["workspace"] = str(workspace_of(folder.work / spec.rollout_id))
+    return summary
+
+
+def _told(finished: FinishedRollout) -> dict[str, Any]:
+    trajectory, tree = finished.trajectory, finished.trajectory.tree
+    leaves = Counter(tree.nodes[leaf].role.value for leaf in tree.leaves())
+    return {
+        "exit_code": finished.harness.exit_code,
+        "outcome": finished.grade.outcome.value,
+        "reward": finished.grade.reward,
+        "reason": finished.grade.reason,
+        "calls": len(trajectory.calls),
+        "roles": dict(Counter(call.role.value for call in trajectory.calls)),
+        "branches": dict(leaves),
+        "substitutions": dict(Counter(call.substitution.value for call in trajectory.calls)),
+        "counters": dict(trajectory.counters),
+        "sampled_tokens": tree.sampled_tokens,
+        "unique_tokens": tree.unique_tokens,
+        "longest_prompt": max((call.prompt_tokens for call in trajectory.calls), default=0),
+    }
+
+
+def _exactness(trajectory: Trajectory, engine: ScriptedEngine) -> dict[str, Any]:
+    """Whether every call of the engine is one path of the tree, and every token it sampled is there once."""
+    tree = trajectory.tree
+    seen = Counter(tuple(call.input_ids + call.output_ids) for call in engine.calls)
+    kept = Counter(tuple(tree.path_tokens(call.node_id).tolist()) for call in trajectory.calls)
+    sampled = sum(len(call.output_ids) for call in engine.calls)
+    return {
+        "engine_calls": len(engine.calls),
+        "engine_sampled_tokens": sampled,
+        "exact": seen == kept and tree.sampled_tokens == sampled,
+    }
+
+
+def _sandbox(wanted: bool) -> tuple[Any, str]:
+    if not wanted:
+        return PlainRunner(), "none"
+    try:
+        sandbox = Sandbox("auto")
+    except SandboxError as error:
+        print(f"no sandbox works here, so the harness runs without walls ({error})", file=sys.stderr)
+        return PlainRunner(), "none"
+    return sandbox, sandbox.backend
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 when the harness ran, its work got full marks and the record is exact; 3: it cannot be installed."""
+    parser = argparse.ArgumentParser(description="Run a real harness against the proxy and a scripted engine.")
+    parser.add_argument("harness", choices=harness_names())
+    parser.add_argument("--scenario", default="tour", choices=sorted(path.name for path in PROBLEMS.iterdir()))
+    parser.add_argument("--runs-dir", type=Path, default=RUNS)
+    parser.add_argument("--install-dir", type=Path, default=DEFAULT_FOLDER)
+    parser.add_argument("--stall-s", type=float, default=STALL_S, help="length of the silence (scenario silence)")
+    parser.add_argument("--no-sandbox", action="store_true", help="run the harness without walls")
+    parser.add_argument("--keep", action="store_true", help="keep the workspace and the harness's log")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        installed = install(arguments.harness, arguments.install_dir)
+    except InstallError as error:
+        print(f"{arguments.harness} cannot be installed: {error}", file=sys.stderr)
+        return 3
+    try:
+        summary = asyncio.run(
+            run_harness(
+                arguments.harness,
+                arguments.scenario,
+                installed=installed,
+                runs_dir=arguments.runs_dir.absolute(),
+                stall_s=arguments.stall_s if arguments.scenario == "silence" else 0.0,
+                sandboxed=not arguments.no_sandbox,
+                keep=arguments.keep,
+            )
+        )
+        _, text = inspect_rollout(arguments.runs_dir, summary["run"], summary["rollout"])
+    except GyreError as error:
+        print(f"{arguments.harness} could not be run: {error}", file=sys.stderr)
+        return 1
+    print(f"gyre inspect {summary['run']} {summary['rollout']} --runs-dir {arguments.runs_dir}\n")
+    print(f"{text}\n")
+    print(json.dumps(summary))
+    return 0 if summary["exact"] and summary["reward"] == 1.0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
