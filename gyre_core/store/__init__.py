@@ -3,13 +3,14 @@
 `Store.open` is the way in; `store.py` has the invariants, `schema.py` the tables, `storage.py` what a backend must do.
 """
 
-from gyre_core.store.manifest import Commit, ObjectRef
+from gyre_core.store.manifest import BlobRef, Commit, ObjectRef
 from gyre_core.store.records import StepRecord
 from gyre_core.store.store import Store
 from gyre_core.store.tables import FinishedRollout, StoredRollout, rollout_tables, selections_table
 from gyre_core.store.verify import VerifyReport, verify
 
 __all__ = [
+    "BlobRef",
     "Commit",
     "FinishedRollout",
     "ObjectRef",

@@ -9,13 +9,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gyre_core.errors import StoreError
 from gyre_core.types import Json
 
 MANIFEST_VERSION = 1
+BLOB_REF_PREFIX = "sha256:"
 FIRST_PREVIOUS = ""  # what the first manifest names as its predecessor's hash
 
 
@@ -37,6 +38,24 @@ class ObjectRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlobRef:
+    """One content-addressed blob: bytes that are no table, such as the archive of a workspace.
+
+    Example: BlobRef(key="blobs/3f..e1", size_bytes=5120, sha256="3f..", kind="workspace").ref == "sha256:3f.."
+    """
+
+    key: str
+    size_bytes: int
+    sha256: str  # of the bytes
+    kind: str  # the writer's word, for people and for counting
+
+    @property
+    def ref(self) -> str:
+        """What `Store.put_blob` returned."""
+        return f"{BLOB_REF_PREFIX}{self.sha256}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """One committed manifest.
 
@@ -51,6 +70,7 @@ class Commit:
     created_s: float
     sha256: str  # of the body
     previous_sha256: str
+    blobs: tuple[BlobRef, ...] = ()  # that the commit keeps
     repeated: bool = False  # True when commit() found this token's commit instead of making one
 
     @property
@@ -79,6 +99,7 @@ def encode_manifest(
     tables: Mapping[str, tuple[ObjectRef, ...]],
     created_s: float,
     previous_sha256: str,
+    blobs: tuple[BlobRef, ...] = (),
 ) -> tuple[bytes, Commit]:
     """A manifest's bytes and the commit they stand for. `record` must be plain JSON (see `plain_json`)."""
     body = {
@@ -91,6 +112,8 @@ def encode_manifest(
         "record": record,
         "tables": {name: [_ref_json(ref) for ref in refs] for name, refs in tables.items()},
     }
+    if blobs:
+        body["blobs"] = [asdict(blob) for blob in blobs]
     data = json.dumps({"sha256": _body_hash(body), "body": body}, sort_keys=True).encode()
     return data, decode_manifest(data, key=manifest_key(seq))
 
@@ -120,6 +143,7 @@ def decode_manifest(data: bytes, *, key: str) -> Commit:
             created_s=body["created_s"],
             sha256=sha256,
             previous_sha256=body["previous_sha256"],
+            blobs=tuple(BlobRef(**blob) for blob in body.get("blobs", ())),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{key} lacks or misnames a field: {error!r}") from error

@@ -24,9 +24,11 @@ import pyarrow.compute as pc
 from gyre_core.clock import Clock, SystemClock
 from gyre_core.errors import StoreConflictError, StoreError
 from gyre_core.store import tables as rows
+from gyre_core.store.ledger import Ledger
 from gyre_core.store.local import LocalStorage
 from gyre_core.store.manifest import (
-    FIRST_PREVIOUS,
+    BLOB_REF_PREFIX,
+    BlobRef,
     Commit,
     ObjectRef,
     decode_manifest,
@@ -46,6 +48,8 @@ _MARKER_KEY = "gyre-store.json"
 _MARKER = b'{"format": "gyre-store", "version": 1}\n'
 _KIND = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _TOKEN = re.compile(r"[!-~]{1,200}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_UNNAMED_KIND = "blob"  # of a blob that another process put and this one commits
 
 
 class Store:
@@ -63,9 +67,8 @@ class Store:
         self.storage = storage
         self._clock = clock or SystemClock()
         self._lock = threading.RLock()
-        self._commits: list[Commit] = []
-        self._by_token: dict[str, int] = {}
-        self._by_rollout: dict[str, int] = {}
+        self._ledger = Ledger()
+        self._loose_blobs: dict[str, BlobRef] = {}  # put by this process, in no commit that it knows of
 
     @classmethod
     def open(cls, url: str, *, min_free_bytes: int = 0, read_only: bool = False, clock: Clock | None = None) -> "Store":
@@ -92,7 +95,7 @@ class Store:
         """The newest commit's number, -1 when there is none."""
         with self._lock:
             self._refresh()
-            return len(self._commits) - 1
+            return len(self._ledger.commits) - 1
 
     def commit(
         self,
@@ -101,13 +104,15 @@ class Store:
         record: Mapping[str, Any],
         token: str,
         *,
+        blobs: Iterable[str] = (),
         expected_head: int | None = None,
     ) -> Commit:
         """Publish tables and a record together, or return the commit that `token` made before (`repeated` is True).
 
-        A table is a pyarrow Table or what `put_table` returned. With `expected_head`, StoreConflictError when another
-        writer has committed since. StoreError when the store cannot be written: nothing is published then. ValueError
-        for a table outside its schema, or a record that JSON cannot hold; non-finite numbers in it become null.
+        A table is a pyarrow Table or what `put_table` returned; `blobs` are what `put_blob` returned. With
+        `expected_head`, StoreConflictError when another writer has committed since. StoreError when the store cannot
+        be written: nothing is published then. ValueError for a table outside its schema, or a record that JSON cannot
+        hold; non-finite numbers in it become null.
         """
         if not _KIND.fullmatch(kind):
             raise ValueError(f"commit kind {kind!r}: use lower-case letters, digits, '_' and '-', 32 at most")
@@ -116,14 +121,15 @@ class Store:
         plain = plain_json(record)
         with self._lock:
             self._refresh()
-            if token in self._by_token:
+            if token in self._ledger.by_token:
                 return self._repeated(kind, token)
+            kept = tuple(self._find_blob(ref) for ref in dict.fromkeys(blobs))
             refs = {
                 name: (self.put_table(name, value),) if isinstance(value, pa.Table) else tuple(value)
                 for name, value in tables.items()
             }
             while True:
-                seq = len(self._commits)
+                seq = len(self._ledger.commits)
                 if expected_head is not None and seq - 1 != expected_head:
                     raise StoreConflictError(
                         f"{self.storage.url}: commit {token} expected number {expected_head} to be the newest, it is "
@@ -136,18 +142,19 @@ class Store:
                     record=plain,
                     tables=refs,
                     created_s=self._clock.now_s(),
-                    previous_sha256=self._commits[-1].sha256 if self._commits else FIRST_PREVIOUS,
+                    previous_sha256=self._ledger.previous_sha256,
+                    blobs=kept,
                 )
                 try:
                     self.storage.put_new(manifest_key(seq), data)
                 except StoreConflictError:
                     self._refresh()
-                    if len(self._commits) == seq:
+                    if len(self._ledger.commits) == seq:
                         raise StoreError(f"{manifest_key(seq)} exists but cannot be read yet; try again") from None
-                    if token in self._by_token:
+                    if token in self._ledger.by_token:
                         return self._repeated(kind, token)
                     continue
-                self._remember(commit)
+                self._ledger.take(commit)
                 return commit
 
     def commit_step(
@@ -157,6 +164,7 @@ class Store:
         rollouts: Iterable[rows.FinishedRollout] = (),
         branches: Iterable[TrainingBranch] = (),
         token: str,
+        blobs: Iterable[str] = (),
         expected_head: int | None = None,
     ) -> Commit:
         """Publish one optimizer step; see `commit`.
@@ -164,7 +172,7 @@ class Store:
         `rollouts` (dropped ones too) and `branches` are those that earlier commits of the step do not hold yet.
         """
         tables = {**_tables(rollouts, branches), "steps": steps_table([record])}
-        return self.commit(STEP, tables, record.summary(), token, expected_head=expected_head)
+        return self.commit(STEP, tables, record.summary(), token, blobs=blobs, expected_head=expected_head)
 
     def commit_rollouts(
         self,
@@ -174,23 +182,19 @@ class Store:
         record: Mapping[str, Any],
         token: str,
         *,
+        blobs: Iterable[str] = (),
         expected_head: int | None = None,
     ) -> Commit:
         """Publish finished rollouts (a complete group) with the branches selected from them; see `commit`."""
-        return self.commit(kind, _tables(rollouts, branches), record, token, expected_head=expected_head)
+        tables = _tables(rollouts, branches)
+        return self.commit(kind, tables, record, token, blobs=blobs, expected_head=expected_head)
 
     def put_table(self, name: str, table: pa.Table) -> ObjectRef:
         """Write a table's object ahead of its commit (a long rollout as soon as it ends); invisible until committed."""
         data = to_parquet(name, table)
         sha256 = hashlib.sha256(data).hexdigest()
         key = f"data/{name}/{sha256}.parquet"
-        try:
-            self.storage.put_new(key, data)
-        except StoreConflictError:
-            if self.storage.get(key) != data:
-                raise StoreError(
-                    f"{key} in {self.storage.url} is damaged: its content does not match its name; remove it and retry"
-                ) from None
+        self._put_content(key, data)
         rollout_ids = tuple(table.column("rollout_id").to_pylist()) if name == "rollouts" else ()
         return ObjectRef(
             key=key,
@@ -201,11 +205,38 @@ class Store:
             rollout_ids=rollout_ids,
         )
 
+    def put_blob(self, data: bytes, *, kind: str) -> str:
+        """Keep bytes under their own checksum and return it (`sha256:...`); the same bytes are written once.
+
+        A commit that names the reference (`blobs`) keeps the blob; one that no commit names is removed by garbage
+        collection after its grace period.
+        """
+        if not _KIND.fullmatch(kind):
+            raise ValueError(f"blob kind {kind!r}: use lower-case letters, digits, '_' and '-', 32 at most")
+        sha256 = hashlib.sha256(data).hexdigest()
+        blob = BlobRef(key=f"blobs/{sha256}", size_bytes=len(data), sha256=sha256, kind=kind)
+        with self._lock:
+            known = blob.ref in self._ledger.blobs or blob.ref in self._loose_blobs
+        if not known:
+            self._put_content(blob.key, data)
+            with self._lock:
+                self._loose_blobs[blob.ref] = blob
+        return blob.ref
+
+    def get_blob(self, ref: str) -> bytes:
+        """A blob's bytes, its checksum verified; StoreError naming the object that is missing or damaged."""
+        with self._lock:
+            blob = self._find_blob(ref)
+        data = self.storage.get(blob.key)
+        if hashlib.sha256(data).hexdigest() != blob.sha256:
+            raise StoreError(f"{blob.key} is damaged: its {len(data)} bytes do not match its name")
+        return data
+
     def commits(self, kind: str | None = None) -> list[Commit]:
         """All commits (of one kind) in number order, others' included up to now."""
         with self._lock:
             self._refresh()
-            return [commit for commit in self._commits if kind is None or commit.kind == kind]
+            return [commit for commit in self._ledger.commits if kind is None or commit.kind == kind]
 
     def latest(self, kind: str) -> Commit | None:
         """The newest commit of a kind, None when there is none."""
@@ -214,11 +245,11 @@ class Store:
     def find(self, rollout_id: str) -> Commit:
         """The newest commit that holds a rollout; StoreError when none does."""
         with self._lock:
-            if rollout_id not in self._by_rollout:
+            if rollout_id not in self._ledger.by_rollout:
                 self._refresh()
-            if rollout_id not in self._by_rollout:
+            if rollout_id not in self._ledger.by_rollout:
                 raise StoreError(f"{self.storage.url} holds no rollout {rollout_id!r}")
-            return self._commits[self._by_rollout[rollout_id]]
+            return self._ledger.by_rollout[rollout_id]
 
     def read_table(self, commit: Commit, name: str) -> pa.Table:
         """A commit's table, checksums verified; StoreError naming the object that is missing, damaged or foreign."""
@@ -262,6 +293,32 @@ class Store:
             raise StoreError(f"commit {commit.seq} should hold one step record, it holds {len(records)}")
         return records[0]
 
+    def _put_content(self, key: str, data: bytes) -> None:
+        """Create an object named by its content; one that is there already must hold the same bytes."""
+        try:
+            self.storage.put_new(key, data)
+        except StoreConflictError:
+            if self.storage.get(key) != data:
+                raise StoreError(
+                    f"{key} in {self.storage.url} is damaged: its content does not match its name; remove it and retry"
+                ) from None
+
+    def _find_blob(self, ref: str) -> BlobRef:
+        """Where a blob lies: as a commit says, as this process put it, or as another process did."""
+        sha256 = ref.removeprefix(BLOB_REF_PREFIX)
+        if not _SHA256.fullmatch(sha256) or not ref.startswith(BLOB_REF_PREFIX):
+            raise ValueError(f"{ref!r} is no blob reference ('sha256:' and 64 hexadecimal digits)")
+        if ref not in self._ledger.blobs and ref not in self._loose_blobs:
+            self._refresh()
+        found = self._ledger.blobs.get(ref) or self._loose_blobs.get(ref)
+        if found is None:
+            key = f"blobs/{sha256}"
+            size_bytes = self.storage.size(key)
+            if size_bytes is None:
+                raise ObjectMissingError(f"{key} is missing in {self.storage.url}: put the blob before it is used")
+            found = BlobRef(key=key, size_bytes=size_bytes, sha256=sha256, kind=_UNNAMED_KIND)
+        return found
+
     def _refs(self, commit: Commit, name: str) -> tuple[ObjectRef, ...]:
         refs = commit.tables.get(name, ())
         if not refs:
@@ -292,7 +349,7 @@ class Store:
         return table.filter(pc.field("rollout_id") == rollout_id).combine_chunks()
 
     def _repeated(self, kind: str, token: str) -> Commit:
-        commit = self._commits[self._by_token[token]]
+        commit = self._ledger.by_token[token]
         if commit.kind != kind:
             raise StoreError(f"token {token!r} made commit {commit.seq} of kind {commit.kind}; it cannot make a {kind}")
         return replace(commit, repeated=True)
@@ -300,23 +357,16 @@ class Store:
     def _refresh(self) -> None:
         """Take in the manifests that were written since the last look."""
         while True:
-            key = manifest_key(len(self._commits))
+            key = manifest_key(len(self._ledger.commits))
             try:
                 commit = decode_manifest(self.storage.get(key), key=key)
             except ObjectMissingError:
                 return
-            previous = self._commits[-1].sha256 if self._commits else FIRST_PREVIOUS
-            if commit.previous_sha256 != previous:
+            if commit.previous_sha256 != self._ledger.previous_sha256:
                 raise StoreError(
                     f"{key} in {self.storage.url} does not follow the manifest before it: one was replaced"
                 )
-            self._remember(commit)
-
-    def _remember(self, commit: Commit) -> None:
-        self._commits.append(commit)
-        self._by_token.setdefault(commit.token, commit.seq)
-        for rollout_id in commit.rollout_ids:
-            self._by_rollout[rollout_id] = commit.seq
+            self._ledger.take(commit)
 
     def _check_marker(self) -> None:
         try:
@@ -331,10 +381,11 @@ class Store:
         with self._lock:
             self._refresh()
             numbers = [manifest_seq(key) for key in self.storage.list_keys("manifest")]
-            beyond = [number for number in numbers if number is not None and number > len(self._commits)]
-            if beyond and self.storage.size(manifest_key(len(self._commits))) is None:
+            beyond = [number for number in numbers if number is not None and number > len(self._ledger.commits)]
+            missing = manifest_key(len(self._ledger.commits))
+            if beyond and self.storage.size(missing) is None:
                 raise StoreError(
-                    f"{self.storage.url} lacks {manifest_key(len(self._commits))} but has number {min(beyond)}: "
+                    f"{self.storage.url} lacks {missing} but has number {min(beyond)}: "
                     "restore it from a backup; nothing was changed"
                 )
 
