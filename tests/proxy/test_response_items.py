@@ -154,10 +154,33 @@ def test_tools_of_namespaces_and_free_text_become_functions_that_map_back() -> N
     assert normalise(raw)[0].tool_calls[0].name == "agents__spawn_"
 
 
-def test_tool_choice_none_offers_no_tools() -> None:
-    tools = [{"type": "function", "name": "bash"}]
-    assert request(tools=tools, tool_choice="none").tools == ()
-    assert len(request(tools=tools, tool_choice="required").tools) == 1
+@pytest.mark.parametrize(
+    ("choice", "read"),
+    [
+        (None, ("auto", "")),
+        ("auto", ("auto", "")),
+        ("none", ("none", "")),
+        ("required", ("required", "")),
+        ({"type": "function", "name": "bash"}, ("required", "bash")),
+        ({"type": "function", "name": "spawn", "namespace": "agents"}, ("required", "agents__spawn")),
+        ({"type": "custom", "name": "unknown"}, ("required", "unknown")),
+        ({"type": "allowed_tools", "mode": "required", "tools": []}, ("required", "")),
+        ({"type": "web_search"}, ("auto", "")),
+        (["none"], ("auto", "")),
+    ],
+)
+def test_tool_choice_is_read(choice: Any, read: tuple[str, str]) -> None:
+    nested = [{"type": "function", "name": "spawn"}]
+    tools = [{"type": "function", "name": "bash"}, {"type": "namespace", "name": "agents", "tools": nested}]
+    chosen = request(tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    assert (chosen.tool_choice, chosen.tool_name) == read
+    assert len(chosen.tools) == 2 and chosen.single_tool_call
+
+
+def test_what_has_no_machine_here_is_told_to_the_counters() -> None:
+    form = {"format": {"type": "json_object"}}
+    assert request(tools=[{"type": "web_search"}], text=form).ignored_options == ("hosted_tools", "output_format")
+    assert request(tools=[{"type": "custom", "name": "js"}]).ignored_options == ()
 
 
 def test_facts_hold_what_role_tables_ask_for() -> None:

@@ -75,6 +75,13 @@ class Harness:
             "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {self.api_key}", **(headers or {})}
         )
 
+    async def responses(self, items: Any, *, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+        """POST /v1/responses; returns the response."""
+        body = {"model": "any-name", "input": items, **fields}
+        return await self.client.post(
+            "/v1/responses", json=body, headers={"authorization": f"Bearer {self.api_key}", **(headers or {})}
+        )
+
     async def seal(self) -> Trajectory:
         """End the session and fetch its trajectory."""
         response = await self.client.post(f"/admin/sessions/{self.session_id}/seal", headers=ADMIN_HEADERS)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -81,8 +81,10 @@ class ResponsesDialect:
             items = [{"type": "message", "role": "user", "content": items}]
         require(isinstance(items, list) and bool(items), "input: a text or at least one item is required")
         assert isinstance(items, list)
-        tool_choice = body.get("tool_choice")
-        tools, offered = offered_tools([] if tool_choice == "none" else tool_list(body.get("tools")))
+        raw_tools = tool_list(body.get("tools"))
+        tools, offered = offered_tools(raw_tools)
+        tool_choice, tool_name = _tool_choice(body.get("tool_choice"), offered)
+        output_format = _output_format(body.get("text"))
         messages = grouped_items(items, offered)
         if instructions := body.get("instructions"):
             content = grouped_items(instructions, {}) if isinstance(instructions, list) else [_system(instructions)]
@@ -99,12 +101,16 @@ class ResponsesDialect:
             max_tokens=positive_int(body.get("max_output_tokens"), "max_output_tokens"),
             stream=body.get("stream") is True,
             temperature=number(body.get("temperature"), "temperature"),
+            tool_choice=tool_choice,
+            tool_name=tool_name,
+            single_tool_call=body.get("parallel_tool_calls") is False,
+            ignored_options=_ignored(raw_tools, output_format),
             facts=RequestFacts(
                 headers=headers,
                 system=_system_facts(messages),
                 last_user=last_user(messages),
                 tool_names=tuple(tool["function"]["name"] for tool in tools),
-                output_format=_output_format(body.get("text")),
+                output_format=output_format,
             ),
             echo=_echo(body, reasoning),
             offered=offered,
@@ -236,6 +242,23 @@ def _output_format(text: Any) -> str:
     form = text.get("format") if isinstance(text, dict) else None
     kind = form.get("type") if isinstance(form, dict) else None
     return str(kind) if kind and kind != "text" else ""
+
+
+def _tool_choice(choice: Any, offered: Mapping[str, OfferedTool]) -> tuple[Literal["auto", "none", "required"], str]:
+    """How far the policy is free, and the policy's name of the tool that must be called, "" for any."""
+    form = choice if isinstance(choice, dict) else {}
+    if form.get("type") in ("function", "custom"):
+        wanted = (str(form.get("namespace") or ""), form.get("name"))
+        names = [unique for unique, tool in offered.items() if (tool.namespace, tool.name) == wanted]
+        return "required", names[0] if names else str(form.get("name"))
+    mode = form.get("mode") if form.get("type") == "allowed_tools" else choice
+    return ("none", "") if mode == "none" else ("required", "") if mode == "required" else ("auto", "")
+
+
+def _ignored(tools: list[Json], output_format: str) -> tuple[str, ...]:
+    """What was asked for and has no machine here."""
+    hosted = any((tool.get("type") or "function") not in ("function", "custom", "namespace") for tool in tools)
+    return ("hosted_tools",) * hosted + ("output_format",) * bool(output_format)
 
 
 def _echo(body: Json, reasoning: Json) -> Json:
