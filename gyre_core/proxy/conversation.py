@@ -5,6 +5,7 @@ hashes for the recorder. Two messages with equal `form` mean the same: JSON argu
 the spelling of numbers are free), whitespace at line ends and around texts does not count, nor do reasoning and ids.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,6 +21,9 @@ from gyre_core.types import FinishReason, Json
 MAX_MESSAGES = 20_000  # of one request; the longest rollouts have some thousands
 MAX_CACHED = 100_000  # raw messages whose keys are kept; more means that somebody plays tricks
 _MEDIA = ("image", "image_url", "input_image", "document", "file", "input_audio")
+_MINTED = re.compile(r"\b(?:toolu|call)_[0-9a-f]{26}\b")  # tool-call ids of ours; smolagents writes them into the text
+_NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?([eE][+-]?\d{1,2})?")
+_CHANGE_FOLDER = re.compile(r"^cd \S+ && ")
 MAX_DEPTH = 128  # nesting of JSON that is compared by meaning; deeper arguments are compared as text
 
 
@@ -56,12 +60,16 @@ class Message:
             return MessageKey(is_assistant=False, exact=form, form=form)
         calls = [[call.call_id, call.name, call.arguments] for call in self.tool_calls]
         text = trimmed(self.text)
+        joins = tuple(call.call_id for call in self.tool_calls if call.call_id) or tuple(_MINTED.findall(text))
         return MessageKey(
             is_assistant=True,
             exact=_digest([self.text, self.reasoning, calls]),
             form=_digest([text, [[call.name, canonical_json(call.arguments)] for call in self.tool_calls]]),
-            joins=tuple(call.call_id for call in self.tool_calls if call.call_id) + self.signatures,
+            joins=joins + self.signatures,
             empty=not text and not self.tool_calls,
+            loose=_digest([text.split(), [[call.name, loose_json(call.arguments)] for call in self.tool_calls]]),
+            text=text,
+            has_calls=bool(self.tool_calls),
         )
 
     def to_renderer(self) -> Json:
@@ -183,6 +191,18 @@ def canonical_json(value: Any) -> Any:
         return trimmed(orjson.dumps(value).decode())
 
 
+def loose_json(value: Any) -> Any:
+    """A canonical JSON value that also forgives what harnesses do to arguments before they run them.
+
+    Numbers and booleans as strings, numbers beyond double precision, keys added with an empty value or `false` (a
+    schema's defaults), and `cd <folder> &&` before a command (measured: Claude Code, Qwen Code).
+    """
+    try:
+        return _loose(_canonical(value, 0))
+    except _TooDeepError:
+        return trimmed(orjson.dumps(value).decode())
+
+
 def parse_arguments(text: str) -> Any:
     """JSON arguments of a tool call; the text itself when it is no JSON (or nested absurdly deep)."""
     try:
@@ -234,6 +254,22 @@ def _canonical(value: Any, depth: int) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     return trimmed(value) if isinstance(value, str) else value
+
+
+def _loose(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: loose for key, item in value.items() if (loose := _loose(item)) not in ("", "false", [], {}, None)}
+    if isinstance(value, list):
+        return [_loose(item) for item in value]
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(float(value))
+    if isinstance(value, str):
+        if _NUMBER.fullmatch(value):
+            return repr(float(value))
+        return " ".join(_CHANGE_FOLDER.sub("", value).split())
+    return value
 
 
 def _digest(value: Any) -> bytes:

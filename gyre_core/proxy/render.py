@@ -122,9 +122,15 @@ class PromptRenderer:
         cut gets its close here, as untrained ids. `history` gives all messages up to and including the output; only
         templates without a bridge of their own ask for it.
         """
-        if any(message.role == "assistant" for message in new_messages):
-            return None
         new = [message.to_renderer() for message in new_messages]
+        if any(message.role == "assistant" for message in new_messages):
+            # Only a template can say what stands around an assistant turn; at the end it would be a prefill.
+            opaque = type(self._renderer).__name__ == "DefaultRenderer" and new_messages[-1].role != "assistant"
+            return (
+                self._extend_by_template(output_ids, [m.to_renderer() for m in history()], new, tools)
+                if opaque
+                else None
+            )
         known = [*prompt_tail, *output_ids]
         bridged = self._renderer.bridge_to_next_turn(
             list(prompt_tail),
@@ -138,6 +144,26 @@ class PromptRenderer:
         if type(self._renderer).__name__ != "DefaultRenderer":
             return None
         return self._extend_by_template(output_ids, [m.to_renderer() for m in history()], new, tools)
+
+    def render_turn(self, message: Message) -> list[int] | None:
+        """Ids of an assistant turn that nobody sampled, from where the policy would begin to its stop token.
+
+        Rendered between two messages, as in the middle of a conversation. None when the template does not show where
+        the turn begins and ends.
+        """
+        before: list[Json] = [{"role": "user", "content": "."}]
+        turn = message.to_renderer()
+        answer: Json = {"role": "user", "content": "."}
+        if message.tool_calls:
+            answer = {"role": "tool", "content": ".", "tool_call_id": message.tool_calls[-1].call_id}
+        opening = self._render(before, (), generate=True)
+        whole = self._render([*before, turn, answer], (), generate=False)
+        if whole[: len(opening)] != opening:
+            return None
+        for position in range(len(opening), len(whole)):
+            if whole[position] in self.stop_token_ids:
+                return whole[len(opening) : position + 1]
+        return None
 
     def parse(self, output_ids: Sequence[int], tools: Sequence[Json], prompt_tail: Sequence[int]) -> ParsedReply:
         """Read a sampled output. Never fails: what cannot be read as a tool call becomes text."""

@@ -31,6 +31,9 @@ class ProxySettings(_Section):
     journal_sync: Literal["call", "session"] = "call"  # fsync each finished call, or only at a session's begin and end
     engine_call_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     engine_attempts: Annotated[int, Field(ge=1)] = 8  # tries without progress before the harness is told to come back
+    keepalive_s: Annotated[float, Field(gt=0, le=20)] = 15.0  # to the first sign of life, and between any two
+    max_open_calls: Annotated[int, Field(gt=0)] = 4096  # requests at once; more are told to come back
+    max_pending_bytes: Annotated[int, Field(gt=0)] = 2**30  # of the bodies of all open requests; likewise
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # to read a request's body
     max_body_bytes: Annotated[int, Field(gt=0)] = 16 * 2**20  # a history of a million tokens is 5 to 10 MB
     role_tables: tuple[dict[str, Any], ...] = Field(default=(), strict=False)  # asked before the built-in ones
@@ -56,6 +59,8 @@ class LimitSettings(_Section):
 
     max_calls: Annotated[int, Field(gt=0)] = 1000
     max_tokens: Annotated[int, Field(gt=0)] = 1_000_000  # sampled
+    max_time_s: Annotated[float, Field(gt=0)] = 86_400.0  # from the session's creation, restarts included
+    max_in_flight: Annotated[int, Field(gt=0)] = 256  # calls at once; more are told to come back
     max_body_bytes: Annotated[int, Field(gt=0)] | None = None  # None: the proxy's
 
 
@@ -77,6 +82,7 @@ class SessionSettings(_Section):
     sampling: SamplingSettings = SamplingSettings()
     limits: LimitSettings = LimitSettings()
     harness: HarnessName = HarnessName()
+    on_change: Literal["keep", "fork"] = "keep"  # where a harness changed the meaning of what was sampled (decision 10)
 
 
 class _Keyed(_Section):

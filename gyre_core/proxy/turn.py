@@ -5,21 +5,21 @@ render) and a `Reply`. Everything about a reply is decided here, before its firs
 """
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from gyre_core.proxy.conversation import ChatRequest, Reply, ToolCall
+from gyre_core.proxy.conversation import ChatRequest, Message, Reply, ToolCall
 from gyre_core.proxy.dialects.base import Dialect
 from gyre_core.proxy.refusal import bad_request
 from gyre_core.proxy.render import PromptRenderer, check_vocabulary
+from gyre_core.proxy.splice import TAIL_TOKENS, NewMessages, assemble
 from gyre_core.trajectory.recorder import Plan, Recorder
-from gyre_core.types import FinishReason, Generation, Substitution, TokenIds
-
-TAIL_TOKENS = 256  # of the prompt's end, for the bridge: holds the last turn's opening whatever the message lengths
+from gyre_core.types import FinishReason, Generation, Json, Substitution, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,29 +37,30 @@ async def build_prompt(
 ) -> Prompt:
     """The exact prompt of a request; `starts` says where each raw message's keys begin. Raises Refusal."""
     tools, anchor = request.tools, plan.anchor
-    added: list[int] | None = None
     try:
-        if anchor is not None and plan.bridgeable:
-            first_new = starts.index(plan.num_known) if plan.num_known in starts else len(starts)
-            new = request.messages(first_new)
-            if new:
-                tail = recorder.tree.tail_ids(anchor.prompt_node, TAIL_TOKENS).tolist()
-                history = partial(request.messages, 0, first_new)
+        if anchor is not None:
+            new = _new_messages(request, plan, starts)
+            history = partial(_known_messages, request, plan)
+            tail = recorder.tree.tail_ids(anchor.prompt_node, TAIL_TOKENS).tolist()
+            added: list[int] | None = None
+            if plan.bridgeable and new:
+                messages = [message for _, message in new]
                 added = await renderer.run(
-                    new, partial(renderer.extend, tail, anchor.output_ids.tolist(), new, tools, history)
+                    messages, partial(renderer.extend, tail, anchor.output_ids.tolist(), messages, tools, history)
                 )
-            elif anchor.finish_reason is FinishReason.LENGTH:
+            elif plan.bridgeable and anchor.finish_reason is FinishReason.LENGTH:
                 added = []  # the reply was cut and the harness asks to go on with it
-        if added is not None and anchor is not None:
-            check_vocabulary(added, renderer.vocab_size)
-            return Prompt(
-                ids=recorder.prompt_ids(anchor, added),
-                added=np.array(added, np.int32),
-                anchor_call=anchor.call_id,
-                substitution=plan.substitution,
-            )
-        messages = request.messages()
-        rendered = await renderer.run(messages, partial(renderer.render, messages, tools))
+            elif not plan.bridgeable:
+                added = await _assembled(tail, anchor.output_ids.tolist(), new, plan, tools, renderer, history)
+            if added is not None:
+                check_vocabulary(added, renderer.vocab_size)
+                return Prompt(
+                    ids=recorder.prompt_ids(anchor, added),
+                    added=np.array(added, np.int32),
+                    anchor_call=anchor.call_id,
+                    substitution=plan.substitution,
+                )
+        rendered = await _rendered(request, plan, tools, renderer)
         check_vocabulary(rendered, renderer.vocab_size)
     except ValueError as error:
         raise bad_request(str(error)) from error
@@ -69,6 +70,54 @@ async def build_prompt(
     if drifted and substitution is not Substitution.SYNTHETIC:
         substitution = Substitution.FORKED  # the template does not append here
     return Prompt(ids=ids, added=ids, anchor_call="", substitution=substitution)
+
+
+def _new_messages(request: ChatRequest, plan: Plan, starts: list[int]) -> list[tuple[int, Message]]:
+    """The messages after the anchor that say something, with their positions; only these are normalised."""
+    first_raw = max(bisect_right(starts, plan.num_known) - 1, 0)
+    positioned = enumerate(request.messages(first_raw), starts[first_raw])
+    return [(at, message) for at, message in positioned if at >= plan.num_known and at not in plan.dropped]
+
+
+def _known_messages(request: ChatRequest, plan: Plan) -> list[Message]:
+    """All messages up to the anchor's reply, that reply included even where the harness left it out."""
+    known = request.messages()[: plan.num_known]
+    return known if known and known[-1].role == "assistant" else [*known, Message(role="assistant", text="")]
+
+
+async def _rendered(request: ChatRequest, plan: Plan, tools: Sequence[Json], renderer: PromptRenderer) -> list[int]:
+    """The whole prompt anew, with recorded ids for messages that were sampled in another context."""
+    positioned = [(at, message) for at, message in enumerate(request.messages()) if at not in plan.dropped]
+    first = next((i for i, (_, message) in enumerate(positioned) if message.role == "assistant"), 0)
+    if plan.anchor is None and first and (plan.moved or plan.cut):
+        opening = [message for _, message in positioned[:first]]
+        begin = await renderer.run(opening, partial(renderer.render, opening, tools))
+        # The first assistant message is the turn that the opening ends in.
+        rest = await _assembled(begin, None, positioned[first:], plan, tools, renderer, lambda: ())
+        if rest is not None:
+            return begin + rest
+    messages = [message for _, message in positioned]
+    return await renderer.run(messages, partial(renderer.render, messages, tools))
+
+
+async def _assembled(
+    tail: list[int],
+    output: list[int] | None,
+    new: list[tuple[int, Message]],
+    plan: Plan,
+    tools: Sequence[Json],
+    renderer: PromptRenderer,
+    history: Callable[[], Sequence[Message]],
+) -> list[int] | None:
+    messages = NewMessages(
+        messages=[message for _, message in new],
+        positions=[at for at, _ in new],
+        tail=tail,
+        output=output,
+        plan=plan,
+        tools=tools,
+    )
+    return await renderer.run(messages.messages, partial(assemble, messages, renderer, history))
 
 
 def build_reply(

@@ -7,13 +7,16 @@ which is how a journal restores it.
 
 Matching: a request is walked from its first message along a chain of hashes. An assistant message continues the call
 that sampled it when the chain before it equals that call's prompt, joined by an id the proxy minted (tool call,
-thinking signature), else by its canonical form. The last match wins, over all calls of the session, so that any branch
-can go on.
+thinking signature), else by its canonical form, else by its loose form, else because it extends or cuts the text that
+was sampled there. The last match wins, over all calls of the session, so that any branch can go on. What a harness did
+to a message that the proxy sampled is named (`Change`); whether a changed meaning keeps the sampled tokens or forks is
+the session's policy.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 import xxhash
@@ -31,6 +34,17 @@ from gyre_core.types import (
 )
 
 
+class Change(StrEnum):
+    """What a harness did to a message that was sampled, where it is more than another spelling. Counted by session."""
+
+    CHANGED_KEPT = "changed_kept"  # other text or arguments; the sampled tokens stay
+    CHANGED_FORKED = "changed_forked"  # the same under the other policy: the harness's words, never a target
+    CUT = "cut"  # only the beginning of a reply came back; so many of its tokens stay
+    JOINED = "joined"  # came back one turn earlier, what stood between left out (outputs joined, a prefill completed)
+    EMPTY_KEPT = "empty_kept"  # a reply without text was left out and commented on; its tokens stay
+    MOVED = "moved"  # a sampled message in another context (after a summary): context there, never a target twice
+
+
 @dataclass(frozen=True, slots=True)
 class MessageKey:
     """One normalised message, hashed.
@@ -43,6 +57,9 @@ class MessageKey:
     form: bytes  # of its canonical form: parsed JSON, key order free, whitespace trimmed, no ids, no reasoning
     joins: tuple[str, ...] = ()  # ids that only the proxy mints
     empty: bool = False  # an assistant message without text and tool calls
+    loose: bytes = b""  # of a form that forgives more: coerced values, defaults, a leading `cd`; b"" is `form`
+    text: str = ""  # of an assistant message, trimmed
+    has_calls: bool = False  # tool calls
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,7 +70,8 @@ class RecordedCall:
     index: int
     prompt_state: bytes  # chain hash before the reply
     after_state: bytes  # and after it
-    exact: bytes  # of the reply as delivered
+    walked: tuple[bytes, ...]  # states since the call before, up to and without `prompt_state`
+    reply: MessageKey  # as delivered
     prompt_node: LiveNode
     output_node: LiveNode
     finish_reason: FinishReason
@@ -74,6 +92,11 @@ class Plan:
     substitution: Substitution  # of the messages not met before
     bridgeable: bool  # no assistant message after the anchor
     seen: tuple[bytes, ...]  # assistant messages met, marked as seen when the call is recorded
+    walked: tuple[bytes, ...] = ()  # chain states after the anchor, up to and without `prompt_state`
+    moved: Mapping[int, RecordedCall] = field(default_factory=dict)  # messages after the anchor, sampled elsewhere
+    cut: Mapping[int, RecordedCall] = field(default_factory=dict)  # beginnings of replies that were sampled here
+    dropped: frozenset[int] = frozenset()  # assistant messages after the anchor that say nothing
+    changes: Mapping[Change, int] = field(default_factory=dict)  # of messages not met before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +123,25 @@ class FinishedCall:
     started_s: float
     finished_s: float
     hints: Mapping[str, str]
+    walked: tuple[bytes, ...] = ()  # of its plan
 
 
 class Recorder:
     """The record of one rollout."""
 
-    def __init__(self, rollout_id: str) -> None:
+    def __init__(self, rollout_id: str, *, keep_changed: bool = True) -> None:
+        """`keep_changed`: whether sampled tokens stay where a harness changed the meaning of their message."""
         self.rollout_id = rollout_id
+        self.keep_changed = keep_changed
         self.tree = TokenTree()
         self.counters: Counter[str] = Counter()
         self.num_sampled = 0  # tokens
         self._calls: dict[str, RecordedCall] = {}
         self._by_join: dict[str, RecordedCall] = {}
-        self._by_form: dict[bytes, RecordedCall] = {}  # chain(prompt state, form) -> the latest call
-        self._forms: set[bytes] = set()  # forms of all replies, wherever they were sampled
+        self._by_form: dict[bytes, RecordedCall] = {}  # chain(prompt state, form or loose form) -> the latest call
+        self._by_state: dict[bytes, list[RecordedCall]] = {}  # calls with a text, by prompt state
+        self._empty: dict[bytes, RecordedCall] = {}  # the latest call with an empty reply, by prompt state
+        self._forms: dict[bytes, RecordedCall] = {}  # the latest call of each form, wherever it was sampled
         self._seen: set[bytes] = set()
 
     @property
@@ -122,47 +150,28 @@ class Recorder:
 
     def plan(self, context: bytes, keys: Sequence[MessageKey]) -> Plan:
         """Find what a request continues. `context` is the hash of all that precedes the messages (the tools)."""
-        state = context
-        anchor: RecordedCall | None = None
-        num_known = 0
-        last_assistant = -1
-        forked = respliced = synthetic = False
-        seen: list[bytes] = []
+        walk = _Walk(state=context)
         for position, key in enumerate(keys):
             if not key.is_assistant:
-                state = _chain(state, key.form)
-                continue
-            last_assistant = position
-            mark = _chain(state, key.exact)
-            is_new = mark not in self._seen
-            if is_new:
-                seen.append(mark)
-            call, foreign = self._find(state, key)
-            if call is None:
-                if is_new:
-                    forked |= foreign
-                    synthetic |= not foreign
-                state = _chain(state, key.form)
-                continue
-            if is_new:
-                respliced |= call.exact != key.exact
-            anchor, num_known, state = call, position + 1, call.after_state
-        substitution = (
-            Substitution.FORKED
-            if forked
-            else Substitution.SYNTHETIC
-            if synthetic
-            else Substitution.RESPLICED
-            if respliced
-            else Substitution.CLEAN
-        )
+                if self.keep_changed and walk.state in self._empty:
+                    walk.changes[Change.EMPTY_KEPT] += _chain(walk.state, key.form) not in self._seen
+                    walk.seen.append(_chain(walk.state, key.form))
+                    walk.anchor_at(self._empty[walk.state], position)
+                walk.step(key.form)
+            else:
+                self._walk_assistant(walk, position, key)
         return Plan(
-            anchor=anchor,
-            num_known=num_known,
-            prompt_state=state,
-            substitution=substitution,
-            bridgeable=anchor is not None and last_assistant < num_known,
-            seen=tuple(seen),
+            anchor=walk.anchor,
+            num_known=walk.num_known,
+            prompt_state=walk.state,
+            substitution=walk.substitution(),
+            bridgeable=walk.anchor is not None and walk.last_assistant < walk.num_known,
+            seen=tuple(walk.seen),
+            walked=tuple(walk.walked),
+            moved=walk.moved,
+            cut=walk.cut,
+            dropped=frozenset(walk.dropped),
+            changes=+walk.changes,
         )
 
     def record(self, call: FinishedCall) -> CallRecord:
@@ -183,7 +192,8 @@ class Recorder:
             index=call.index,
             prompt_state=call.prompt_state,
             after_state=_chain(call.prompt_state, call.call_id.encode() if call.reply.joins else call.reply.form),
-            exact=call.reply.exact,
+            walked=call.walked,
+            reply=call.reply,
             prompt_node=prompt_node,
             output_node=output_node,
             finish_reason=call.finish_reason,
@@ -202,10 +212,14 @@ class Recorder:
             },
         )
         self._calls[call.call_id] = recorded
-        self._by_form[_chain(call.prompt_state, call.reply.form)] = recorded
+        for form in {call.reply.form, call.reply.loose or call.reply.form}:
+            self._by_form[_chain(call.prompt_state, form)] = recorded
         self._by_join.update((join, recorded) for join in call.reply.joins)
-        if not call.reply.empty:
-            self._forms.add(call.reply.form)
+        if call.reply.empty:
+            self._empty[call.prompt_state] = recorded
+        else:
+            self._forms[call.reply.form] = recorded
+            self._by_state.setdefault(call.prompt_state, []).append(recorded)
         self._seen.update(call.seen)
         self.counters[f"substitution_{substitution.value}"] += 1
         self.num_sampled += len(call.output_ids)
@@ -235,21 +249,67 @@ class Recorder:
             counters=dict(sorted(self.counters.items())),
         )
 
-    def _find(self, state: bytes, key: MessageKey) -> tuple[RecordedCall | None, bool]:
-        """The call that sampled this message here, and whether the proxy sampled it somewhere else."""
-        foreign = False
+    def _walk_assistant(self, walk: "_Walk", position: int, key: MessageKey) -> None:
+        mark = _chain(walk.state, key.exact)
+        is_new = mark not in self._seen
+        call, change = self._find(walk.state, key)
+        if call is None and key.empty:
+            walk.dropped.append(position)  # nobody sampled it and it says nothing: not part of the conversation
+            return
+        walk.last_assistant = position
+        if is_new:
+            walk.seen.append(mark)
+            if change is not None:
+                walk.changes[change] += 1
+        if call is not None and change in (None, Change.CHANGED_KEPT, Change.JOINED):
+            walk.respliced |= is_new and call.reply.exact != key.exact
+            walk.anchor_at(call, position + 1)
+            return
+        if is_new:
+            walk.synthetic |= call is None
+            walk.forked |= call is not None
+        if (
+            call is not None
+            and change is Change.MOVED
+            and (call.reply.loose or call.reply.form) == (key.loose or key.form)
+        ):
+            walk.moved[position] = call
+        elif call is not None and change is Change.CUT:
+            walk.cut[position] = call
+        walk.step(key.form)
+
+    def _find(self, state: bytes, key: MessageKey) -> tuple[RecordedCall | None, Change | None]:
+        """The call that sampled this message and what was done to it; None and None when nobody sampled it."""
+        moved: RecordedCall | None = None
         for join in key.joins:
             call = self._by_join.get(join)
+            if call is None:
+                continue
+            if call.prompt_state == state:
+                same = (call.reply.loose or call.reply.form) == (key.loose or key.form)
+                return call, None if same else self._changed()
+            if self.keep_changed and state in call.walked and key.text.endswith(call.reply.text):
+                return call, Change.JOINED
+            moved = call
+        if moved is not None:
+            return moved, Change.MOVED
+        for form in (key.form, key.loose or key.form):
+            call = self._by_form.get(_chain(state, form))
             if call is not None:
-                if call.prompt_state == state:
-                    return call, False
-                foreign = True
-        if foreign:
-            return None, True
-        call = self._by_form.get(_chain(state, key.form))
-        if call is not None:
-            return call, False
-        return None, key.form in self._forms
+                return call, None
+        if not key.empty:
+            for call in reversed(self._by_state.get(state, ())):
+                if _is_cut(call.reply, key):
+                    return call, Change.CUT if self.keep_changed else Change.CHANGED_FORKED
+                if _is_extended(call.reply, key):
+                    return call, self._changed()
+            call = self._forms.get(key.form)
+            if call is not None:
+                return call, Change.MOVED
+        return None, None
+
+    def _changed(self) -> Change:
+        return Change.CHANGED_KEPT if self.keep_changed else Change.CHANGED_FORKED
 
     def _call_record(self, call: RecordedCall, *, node_id: int) -> CallRecord:
         return CallRecord(
@@ -260,6 +320,59 @@ class Recorder:
             finish_reason=call.finish_reason,
             **call.fields,  # pyright: ignore[reportArgumentType]
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """Where a walk along a request's messages stands."""
+
+    state: bytes
+    anchor: RecordedCall | None = None
+    num_known: int = 0
+    last_assistant: int = -1
+    forked: bool = False
+    respliced: bool = False
+    synthetic: bool = False
+    seen: list[bytes] = field(default_factory=list)
+    walked: list[bytes] = field(default_factory=list)
+    moved: dict[int, RecordedCall] = field(default_factory=dict)
+    cut: dict[int, RecordedCall] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+    changes: Counter[Change] = field(default_factory=Counter)
+
+    def step(self, form: bytes) -> None:
+        """Past a message that no recorded call stands for."""
+        self.walked.append(self.state)
+        self.state = _chain(self.state, form)
+
+    def anchor_at(self, call: RecordedCall, num_known: int) -> None:
+        """Past a message whose recorded call stands for it and for all before it."""
+        self.anchor, self.num_known, self.state = call, num_known, call.after_state
+        self.walked.clear()
+        self.moved.clear()
+        self.cut.clear()
+        self.dropped.clear()
+
+    def substitution(self) -> Substitution:
+        if self.forked:
+            return Substitution.FORKED
+        if self.synthetic:
+            return Substitution.SYNTHETIC
+        return Substitution.RESPLICED if self.respliced else Substitution.CLEAN
+
+
+def _is_cut(reply: MessageKey, key: MessageKey) -> bool:
+    """Whether a message is only the beginning of a reply."""
+    if not key.text or key.has_calls or not reply.text.startswith(key.text):
+        return False
+    return len(key.text) < len(reply.text) or reply.has_calls
+
+
+def _is_extended(reply: MessageKey, key: MessageKey) -> bool:
+    """Whether a message is a whole reply in text with something behind it."""
+    if not reply.text or reply.has_calls or not key.text.startswith(reply.text):
+        return False
+    return not key.text[len(reply.text) :][:1].isalnum()
 
 
 def _chain(state: bytes, value: bytes) -> bytes:

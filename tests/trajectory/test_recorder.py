@@ -103,10 +103,12 @@ def test_text_at_another_place_is_a_fork_and_unknown_text_is_synthetic() -> None
     assert recorder.plan(b"other tools", [said("u"), replied("a"), said("v")]).anchor is None
 
 
-def test_empty_reply_elsewhere_is_not_taken_for_a_fork() -> None:
+def test_empty_reply_that_nobody_sampled_here_is_left_out() -> None:
     recorder = Recorder("r")
     finish(recorder, recorder.plan(TOOLS, [said("u")]), "U", "A", replied(""))
-    assert recorder.plan(TOOLS, [said("x"), replied(""), said("v")]).substitution is Substitution.SYNTHETIC
+    plan = recorder.plan(TOOLS, [said("x"), replied(""), said("v")])
+    assert plan.substitution is Substitution.CLEAN and plan.dropped == {1}
+    assert plan.prompt_state == recorder.plan(TOOLS, [said("x"), said("v")]).prompt_state
 
 
 def test_synthetic_text_between_keeps_the_deepest_call_but_cannot_be_bridged() -> None:
