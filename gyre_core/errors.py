@@ -30,7 +30,14 @@ class EngineError(GyreError):
 
 
 class ProxyError(GyreError):
-    """The proxy refused a request or could not keep its record."""
+    """The proxy refused a request or could not keep its record.
+
+    `retryable` is True when it did not answer at all and may do so later: a proxy that died is started again.
+    """
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
 
 
 class SandboxError(GyreError):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gyre_core.errors import GyreError
@@ -31,7 +31,15 @@ class ChildProcess:
     Example: child = ChildProcess("proxy", [sys.executable, "-m", "gyre_core.proxy", ...], log_path=Path("proxy.log"))
     """
 
-    def __init__(self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +51,7 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {}), WATCH_FLAG: "1"},
                 start_new_session=True,
+                pass_fds=tuple(pass_fds),
             )
 
     @property
@@ -51,6 +60,10 @@ class ChildProcess:
 
     def running(self) -> bool:
         return self._process.poll() is None
+
+    def wait(self) -> int:
+        """Wait until it ends, whoever ends it; returns its exit code."""
+        return self._process.wait()
 
     def wait_until(self, ready: Callable[[], bool], *, timeout_s: float, error: type[GyreError]) -> None:
         """Poll `ready` until it is true; raises `error` with the log's tail when the child dies or time runs out."""
@@ -114,6 +127,38 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A TCP socket that takes connections, at any free port when `port` is 0; raises OSError.
+
+    Connections wait in its queue while nobody accepts, so a parent that holds it can restart the child that serves it.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Inherited by accepted connections: else a reply's head and body meet Nagle and delayed ACK (measured 40 ms).
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.contextmanager
+def secret_file(path: Path, text: str) -> Iterator[Path]:
+    """A file with secrets: readable by us alone, and gone after the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def new_secret() -> str:

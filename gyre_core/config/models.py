@@ -245,7 +245,7 @@ class RunConfig(Section):
             )
         if self.proxy.processes > rollout.slots:
             raise ValueError(
-                f"proxy.processes ({self.proxy.processes}) exceeds rollout.slots ({rollout.slots}): each process needs a "
-                "slot of its own to serve a session; lower the one or raise the other"
+                f"proxy.processes ({self.proxy.processes}) exceeds rollout.slots ({rollout.slots}): each process needs "
+                "a slot of its own to serve a session; lower the one or raise the other"
             )
         return self

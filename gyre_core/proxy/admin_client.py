@@ -96,7 +96,8 @@ class ProxyAdmin:
         try:
             response = await self._client.request(method, path, json=body)
         except httpx.HTTPError as error:
-            raise ProxyError(f"the proxy {self.base_url} does not answer ({method} {path}): {error!r}") from error
+            message = f"the proxy {self.base_url} does not answer ({method} {path}): {error!r}"
+            raise ProxyError(message, retryable=True) from error
         if response.status_code == 404 and missing_ok:
             return response
         if response.status_code != 200:

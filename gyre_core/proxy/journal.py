@@ -259,3 +259,13 @@ def read_call(header: Json, arrays: bytes) -> tuple[FinishedCall, Reply, bytes]:
         hints=header["hints"],
     )
     return call, reply, bytes.fromhex(header["digest"])
+
+
+def journal_rollout(path: Path) -> str:
+    """The rollout whose session a journal file holds; empty when the file cannot tell."""
+    try:
+        with path.open("rb") as file:
+            records, _ = read_records(file.read(2**16))  # the first record is small
+        return str(records[0][0]["settings"]["rollout_id"])
+    except (OSError, IndexError, KeyError, TypeError, ValueError):
+        return ""

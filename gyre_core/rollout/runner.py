@@ -108,6 +108,7 @@ class FinishedRollout:
     grade: Grade
     harness: HarnessResult
     times: RolloutTimes
+    workspace_ref: str = ""  # of the kept workspace's archive in the store, "" when none was kept
 
 
 def workspace_of(workdir: Path) -> Path:
@@ -344,7 +345,11 @@ class _Execution:
             sampling=SamplingSettings(
                 temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, seed=self.spec.seed
             ),
-            limits=LimitSettings(max_calls=rollout.max_calls, max_tokens=rollout.max_rollout_tokens),
+            limits=LimitSettings(
+                max_calls=rollout.max_calls,
+                max_tokens=rollout.max_rollout_tokens,
+                max_time_s=rollout.overall_limit_s,  # ends calls that nobody waits for any more
+            ),
             harness=HarnessName(name=rollout.harness.name, version=rollout.harness.version),
         )
 
