@@ -83,16 +83,12 @@ def grouped_items(items: list[Any], offered: Mapping[str, OfferedTool]) -> list[
     group: Json | None = None  # the reply that may still grow: tool outputs do not end it, other messages do
     reply = ""  # which reply that is, "" when the ids do not tell
     for index, item in enumerate(items):
-        require(isinstance(item, dict), f"input[{index}]: an object is required")
+        if not isinstance(item, dict):
+            raise bad_request(f"input[{index}]: an object is required")
         kind = item.get("type") or "message"
-        require(kind != _REPLY, f"input[{index}]: no such type")
-        if kind == "item_reference":
-            raise bad_request(
-                f"input[{index}]: items are not stored here, so they cannot be referenced; send the item itself "
-                "(with store=false clients do)"
-            )
         if kind != "reasoning" and kind not in _CALLS and not (kind == "message" and item.get("role") == "assistant"):
             if kind not in _OUTPUTS:
+                _check_kind(kind, index)
                 group = None
             messages.append(item)
             continue
@@ -105,6 +101,16 @@ def grouped_items(items: list[Any], offered: Mapping[str, OfferedTool]) -> list[
         group["items"].append(item)
         reply = reply or own
     return messages
+
+
+def _check_kind(kind: Any, index: int) -> None:
+    if kind == "item_reference":
+        raise bad_request(
+            f"input[{index}]: items are not stored here, so they cannot be referenced; send the item itself "
+            "(with store=false clients do)"
+        )
+    if kind == _REPLY:
+        raise bad_request(f"input[{index}]: no such type")
 
 
 def normalise(raw: Json) -> tuple[Message, ...]:
@@ -161,7 +167,7 @@ def _call(item: Json, kind: str) -> ToolCall:
 
 def _belongs(kind: str, own: str, group: list[Json], reply: str, *, is_next: bool) -> bool:
     """Whether an item is a part of the reply that `group` holds; `is_next`: nothing stands between them."""
-    if own and reply:
+    if own and reply:  # the usual case
         return own == reply
     if kind == "reasoning":  # it begins a reply
         return is_next and all(other.get("type") == "reasoning" for other in group)
