@@ -1,24 +1,19 @@
-"""The Arrow schemas of stored tables, version 1, and their Parquet form.
+"""The registry of the stored tables: each one's columns, their version, and how every older version is read.
 
-Enters: tables in a schema below. Leaves: whole Parquet objects as bytes, and back. Parquet form (measured at 3.08 bytes
-a token): zstd level 1, no dictionaries, BYTE_STREAM_SPLIT on token, log-prob and weight leaves, page checksums. Tables
-of `ROW_GROUP_A_ROLLOUT` keep each rollout's rows in a row group of their own, so that one rollout is read without the
-others. Every object's metadata names its table and schema version; there is a reader for every version ever written.
+Enters: tables of any version ever written. Leaves: tables of the present version, or an error that names what does not
+fit. A change of a table's columns raises its number in `VERSIONS` and leaves the old columns in `OLDER`, with the
+function that makes a table of that version one of the next.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from gyre_core.errors import StoreError
+from gyre_core.trajectory.columns import CALL_FIELDS, SPAN
 
-SCHEMA_VERSION = 1
-_TABLE_KEY = b"gyre.table"
-_VERSION_KEY = b"gyre.schema_version"
-
-_SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
-_TEXT_MAP = pa.map_(pa.string(), pa.string())
+VERSIONS = {"rollouts": 2, "nodes": 1, "calls": 1, "grades": 1, "selections": 1, "steps": 1}
 
 SCHEMAS: dict[str, pa.Schema] = {
     # One row a rollout: what was asked for and how its harness ended.
@@ -43,6 +38,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("unique_tokens", pa.int64()),
             ("sampled_tokens", pa.int64()),
             ("counters", pa.map_(pa.string(), pa.int64())),
+            ("workspace_ref", pa.string()),  # blob of the kept workspace's archive; "": none was kept
         ]
     ),
     # One row a tree node, parents first: only the tokens it adds.
@@ -56,29 +52,11 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("tokens", pa.list_(pa.int32())),
             ("mask_runs", pa.list_(pa.int32())),  # lengths of not-sampled, sampled, not-sampled, ... runs
             ("logprobs", pa.list_(pa.float32())),  # of the sampled tokens only
-            ("spans", pa.list_(_SPAN)),
+            ("spans", pa.list_(SPAN)),
         ]
     ),
     # One row a model call, in order of arrival.
-    "calls": pa.schema(
-        [
-            ("rollout_id", pa.string()),
-            ("call_id", pa.string()),
-            ("index", pa.int32()),
-            ("node_id", pa.int32()),
-            ("role", pa.string()),
-            ("dialect", pa.string()),
-            ("model_name", pa.string()),
-            ("substitution", pa.string()),
-            ("finish_reason", pa.string()),
-            ("prompt_tokens", pa.int32()),
-            ("output_tokens", pa.int32()),
-            ("cached_tokens", pa.int32()),
-            ("started_s", pa.float64()),
-            ("finished_s", pa.float64()),
-            ("hints", _TEXT_MAP),
-        ]
-    ),
+    "calls": pa.schema([("rollout_id", pa.string()), *CALL_FIELDS]),
     # One row a rollout.
     "grades": pa.schema(
         [
@@ -119,18 +97,58 @@ SCHEMAS: dict[str, pa.Schema] = {
         ]
     ),
 }
-ROW_GROUP_A_ROLLOUT = frozenset({"nodes", "calls", "selections"})
-_SPLIT_LEAVES = ("tokens", "logprobs", "weights")
-
-# How a table of an older version becomes one of SCHEMA_VERSION: (table name, its version) -> function.
-_UPGRADES: dict[tuple[str, int], Callable[[pa.Table], pa.Table]] = {}
 
 
-def check_table(name: str, table: pa.Table) -> pa.Table:
-    """The table in its schema's column order and types; ValueError for an unknown name or columns that do not fit."""
-    schema = SCHEMAS.get(name)
-    if schema is None:
+class SchemaVersionError(StoreError):
+    """An object was written by a Gyre newer than this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OlderVersion:
+    """Columns that were written once and are still read.
+
+    Example: OLDER["rollouts", 1].upgrade(table_of_version_1)  # one of version 2
+    """
+
+    schema: pa.Schema
+    upgrade: Callable[[pa.Table], pa.Table]  # to the next version
+
+
+def _rollouts_1_to_2(table: pa.Table) -> pa.Table:
+    """Version 1 knew no kept workspaces."""
+    return table.append_column("workspace_ref", pa.array([""] * table.num_rows, pa.string()))
+
+
+OLDER: dict[tuple[str, int], OlderVersion] = {
+    ("rollouts", 1): OlderVersion(
+        schema=pa.schema([field for field in SCHEMAS["rollouts"] if field.name != "workspace_ref"]),
+        upgrade=_rollouts_1_to_2,
+    ),
+}
+
+
+def schema_of(name: str, version: int) -> pa.Schema:
+    """A table's columns in one version; ValueError for an unknown table or version."""
+    if name not in SCHEMAS:
         raise ValueError(f"the store has no table {name!r}; it has {', '.join(SCHEMAS)}")
+    if version == VERSIONS[name]:
+        return SCHEMAS[name]
+    if (name, version) not in OLDER:
+        raise ValueError(f"table {name} has no version {version}; this Gyre reads 1 to {VERSIONS[name]}")
+    return OLDER[name, version].schema
+
+
+def check_version(name: str, version: int, *, key: str) -> None:
+    """SchemaVersionError naming `key` for a version that this Gyre has no reader for."""
+    if version != VERSIONS[name] and (name, version) not in OLDER:
+        raise SchemaVersionError(
+            f"{key} has schema version {version} of {name}; this Gyre reads up to {VERSIONS[name]}: use a newer one"
+        )
+
+
+def check_table(name: str, table: pa.Table, version: int | None = None) -> pa.Table:
+    """The table in its schema's column order and types; ValueError for an unknown name or columns that do not fit."""
+    schema = schema_of(name, VERSIONS.get(name, 0) if version is None else version)
     if sorted(table.column_names) != sorted(schema.names):
         raise ValueError(f"table {name}: columns {table.column_names}, its schema has {schema.names}")
     try:
@@ -139,82 +157,10 @@ def check_table(name: str, table: pa.Table) -> pa.Table:
         raise ValueError(f"table {name} does not fit its schema: {error}") from error
 
 
-def to_parquet(name: str, table: pa.Table) -> bytes:
-    """A whole Parquet object; the same table always gives the same bytes."""
-    table = check_table(name, table)
-    metadata = {_TABLE_KEY: name.encode(), _VERSION_KEY: str(SCHEMA_VERSION).encode()}
-    schema = SCHEMAS[name].with_metadata(metadata)
-    split = {f"{leaf}.list.element": "BYTE_STREAM_SPLIT" for leaf in _SPLIT_LEAVES if leaf in schema.names}
-    sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(
-        sink,
-        schema,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=False,
-        column_encoding=split or None,
-        write_page_checksum=True,
-    ) as writer:
-        for start, size in _row_groups(name, table):
-            writer.write_table(table.slice(start, size).replace_schema_metadata(metadata), row_group_size=size)
-    return sink.getvalue().to_pybytes()
-
-
-def open_parquet(name: str, source: pa.NativeFile | pa.Buffer, *, key: str) -> tuple[pq.ParquetFile, int]:
-    """A stored object and its schema version; StoreError naming `key` for a truncated, foreign or newer object."""
-    try:
-        file = pq.ParquetFile(source, page_checksum_verification=True)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise StoreError(f"{key} is truncated or no Parquet object: {error}") from error
-    metadata = file.schema_arrow.metadata or {}
-    found = metadata.get(_TABLE_KEY, b"").decode(errors="replace")
-    if found != name:
-        raise StoreError(f"{key} should hold the table {name!r}, it holds {found or 'a foreign Parquet object'!r}")
-    text = metadata.get(_VERSION_KEY, b"").decode(errors="replace")
-    version = int(text) if text.isdigit() else 0
-    if version != SCHEMA_VERSION and (name, version) not in _UPGRADES:
-        raise StoreError(
-            f"{key} has schema version {text!r} of {name}; this Gyre reads up to {SCHEMA_VERSION}: use a newer one"
-        )
-    return file, version
-
-
-def read_parquet(
-    name: str, file: pq.ParquetFile, version: int, *, key: str, row_groups: list[int] | None = None
-) -> pa.Table:
-    """An opened object's rows (of some row groups), in the present schema; StoreError naming `key`."""
-    try:
-        table = file.read() if row_groups is None else file.read_row_groups(row_groups)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise StoreError(f"{key} is damaged: {error}") from error
-    while version < SCHEMA_VERSION:
-        table = _UPGRADES[(name, version)](table)
+def upgrade(name: str, table: pa.Table, version: int) -> pa.Table:
+    """A table of any version as one of the present version; ValueError when it does not have its version's columns."""
+    table = check_table(name, table, version)
+    while version < VERSIONS[name]:
+        table = OLDER[name, version].upgrade(table)
         version += 1
-    try:
-        return check_table(name, table.replace_schema_metadata(None))
-    except ValueError as error:
-        raise StoreError(f"{key}: {error}") from error
-
-
-def row_groups_of(file: pq.ParquetFile, rollout_id: str) -> list[int]:
-    """The row groups that hold a rollout's rows, by the statistics of the column `rollout_id`."""
-    column = file.schema_arrow.names.index("rollout_id")
-    groups = []
-    for group in range(file.metadata.num_row_groups):
-        statistics = file.metadata.row_group(group).column(column).statistics
-        if statistics is None or not statistics.has_min_max or statistics.min <= rollout_id <= statistics.max:
-            groups.append(group)
-    return groups
-
-
-def _row_groups(name: str, table: pa.Table) -> list[tuple[int, int]]:
-    if name not in ROW_GROUP_A_ROLLOUT:
-        return [(0, table.num_rows)] if table.num_rows else []
-    groups: list[tuple[int, int]] = []
-    start = 0
-    ids = table.column("rollout_id").to_pylist()
-    for row in range(1, len(ids) + 1):
-        if row == len(ids) or ids[row] != ids[start]:
-            groups.append((start, row - start))
-            start = row
-    return groups
+    return check_table(name, table)

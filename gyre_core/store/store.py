@@ -37,8 +37,9 @@ from gyre_core.store.manifest import (
     manifest_seq,
     plain_json,
 )
+from gyre_core.store.parquet import open_parquet, read_parquet, row_groups_of, to_parquet
 from gyre_core.store.records import StepRecord, step_records, steps_table
-from gyre_core.store.schema import SCHEMA_VERSION, open_parquet, read_parquet, row_groups_of, to_parquet
+from gyre_core.store.schema import VERSIONS
 from gyre_core.store.storage import ObjectMissingError, Storage, check_exclusive, open_storage
 from gyre_core.trajectory.tree import Trajectory
 from gyre_core.types import TrainingBranch
@@ -171,7 +172,9 @@ class Store:
 
         `rollouts` (dropped ones too) and `branches` are those that earlier commits of the step do not hold yet.
         """
+        rollouts = list(rollouts)
         tables = {**_tables(rollouts, branches), "steps": steps_table([record])}
+        blobs = [*blobs, *_workspaces(rollouts)]
         return self.commit(STEP, tables, record.summary(), token, blobs=blobs, expected_head=expected_head)
 
     def commit_rollouts(
@@ -185,8 +188,13 @@ class Store:
         blobs: Iterable[str] = (),
         expected_head: int | None = None,
     ) -> Commit:
-        """Publish finished rollouts (a complete group) with the branches selected from them; see `commit`."""
+        """Publish finished rollouts (a complete group) with the branches selected from them; see `commit`.
+
+        Their kept workspaces (`workspace_ref`) are among the commit's blobs.
+        """
+        rollouts = list(rollouts)
         tables = _tables(rollouts, branches)
+        blobs = [*blobs, *_workspaces(rollouts)]
         return self.commit(kind, tables, record, token, blobs=blobs, expected_head=expected_head)
 
     def put_table(self, name: str, table: pa.Table) -> ObjectRef:
@@ -201,7 +209,7 @@ class Store:
             size_bytes=len(data),
             sha256=sha256,
             num_rows=table.num_rows,
-            schema_version=SCHEMA_VERSION,
+            schema_version=VERSIONS[name],
             rollout_ids=rollout_ids,
         )
 
@@ -390,8 +398,11 @@ class Store:
                 )
 
 
-def _tables(rollouts: Iterable[rows.FinishedRollout], branches: Iterable[TrainingBranch]) -> dict[str, pa.Table]:
-    rollouts = list(rollouts)
+def _workspaces(rollouts: Sequence[rows.FinishedRollout]) -> list[str]:
+    return [rollout.workspace_ref for rollout in rollouts if rollout.workspace_ref]
+
+
+def _tables(rollouts: Sequence[rows.FinishedRollout], branches: Iterable[TrainingBranch]) -> dict[str, pa.Table]:
     selections = rows.selections_table(branches, [rollout.trajectory for rollout in rollouts])
     return {**rows.rollout_tables(rollouts), "selections": selections} if rollouts else {}
 

@@ -13,29 +13,26 @@ import pyarrow as pa
 
 from gyre_core.errors import StoreError
 from gyre_core.store.schema import SCHEMAS
+from gyre_core.trajectory.columns import call_from_row, call_row, ragged, span_row, split_ragged
 from gyre_core.trajectory.tree import Trajectory, TrajectoryTree, TreeNode
 from gyre_core.types import (
     BoolMask,
     CallRecord,
-    FinishReason,
     Grade,
     HarnessResult,
     Outcome,
     Role,
     RolloutSpec,
-    Substitution,
     TrainingBranch,
     VersionSpan,
 )
 
 _SPEC_FIELDS = ("rollout_id", "group_id", "problem_id", "step", "member", "dispatch_version", "seed")
 _HARNESS_FIELDS = ("exit_code", "timed_out", "duration_s", "log_tail", "started_s", "finished_s", "error")
-_CALL_TEXT = ("call_id", "dialect", "model_name")
-_CALL_NUMBERS = ("index", "node_id", "prompt_tokens", "output_tokens", "cached_tokens", "started_s", "finished_s")
 
 
 class FinishedRollout(Protocol):
-    """What the store keeps of a rollout: anything that has these four."""
+    """What the store keeps of a rollout: anything that has these five."""
 
     @property
     def spec(self) -> RolloutSpec: ...
@@ -45,6 +42,8 @@ class FinishedRollout(Protocol):
     def grade(self) -> Grade: ...
     @property
     def harness(self) -> HarnessResult: ...
+    @property
+    def workspace_ref(self) -> str: ...  # of the kept workspace's archive (Store.put_blob), "" when none was kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +57,7 @@ class StoredRollout:
     trajectory: Trajectory
     grade: Grade
     harness: HarnessResult
+    workspace_ref: str = ""  # for Store.get_blob; "" when no workspace was kept
 
 
 def rollout_tables(rollouts: Iterable[FinishedRollout]) -> dict[str, pa.Table]:
@@ -74,7 +74,7 @@ def rollout_tables(rollouts: Iterable[FinishedRollout]) -> dict[str, pa.Table]:
             raise ValueError(f"rollout {rollout_id} has the trajectory of {trajectory.rollout_id}")
         seen.add(rollout_id)
         rows["rollouts"].append(_rollout_row(rollout))
-        rows["calls"].extend(_call_row(call) for call in trajectory.calls)
+        rows["calls"].extend({"rollout_id": rollout_id, **call_row(call)} for call in trajectory.calls)
         rows["grades"].append(_grade_row(rollout_id, rollout.grade))
         nodes.extend((rollout_id, node) for node in trajectory.tree.nodes)
     tables = {name: pa.Table.from_pylist(values, schema=SCHEMAS[name]) for name, values in rows.items()}
@@ -135,7 +135,7 @@ def read_trajectories(rollouts: pa.Table, nodes: pa.Table, calls: pa.Table) -> l
     trees = _trees(nodes)
     by_rollout: dict[str, list[CallRecord]] = {}
     for row in calls.to_pylist():
-        by_rollout.setdefault(row["rollout_id"], []).append(_call(row))
+        by_rollout.setdefault(row["rollout_id"], []).append(call_from_row(row, row["rollout_id"]))
     trajectories = []
     for row in rollouts.select(["rollout_id", "num_nodes", "num_calls", "counters"]).to_pylist():
         rollout_id = row["rollout_id"]
@@ -168,6 +168,7 @@ def read_rollouts(rollouts: pa.Table, nodes: pa.Table, calls: pa.Table, grades: 
                 trajectory=trajectory,
                 grade=grade_of[row["rollout_id"]],
                 harness=HarnessResult(**{name: row[name] for name in _HARNESS_FIELDS}),
+                workspace_ref=row["workspace_ref"],
             )
         )
     return stored
@@ -231,29 +232,8 @@ def _rollout_row(rollout: FinishedRollout) -> dict[str, Any]:
         "unique_tokens": tree.unique_tokens,
         "sampled_tokens": tree.sampled_tokens,
         "counters": list(rollout.trajectory.counters.items()),
+        "workspace_ref": rollout.workspace_ref,
     }
-
-
-def _call_row(call: CallRecord) -> dict[str, Any]:
-    return {
-        "rollout_id": call.rollout_id,
-        **{name: getattr(call, name) for name in (*_CALL_TEXT, *_CALL_NUMBERS)},
-        "role": call.role.value,
-        "substitution": call.substitution.value,
-        "finish_reason": call.finish_reason.value,
-        "hints": list(call.hints.items()),
-    }
-
-
-def _call(row: dict[str, Any]) -> CallRecord:
-    return CallRecord(
-        rollout_id=row["rollout_id"],
-        **{name: row[name] for name in (*_CALL_TEXT, *_CALL_NUMBERS)},
-        role=Role(row["role"]),
-        substitution=Substitution(row["substitution"]),
-        finish_reason=FinishReason(row["finish_reason"]),
-        hints=dict(row["hints"]),
-    )
 
 
 def _grade_row(rollout_id: str, grade: Grade) -> dict[str, Any]:
@@ -281,27 +261,24 @@ def _grade(row: dict[str, Any]) -> Grade:
 
 def _nodes_table(nodes: list[tuple[str, TreeNode]]) -> pa.Table:
     schema = SCHEMAS["nodes"]
-    spans = [
-        [{"version": span.version, "start": span.start, "end": span.end} for span in node.spans] for _id, node in nodes
-    ]
+    spans = [[span_row(span) for span in node.spans] for _id, node in nodes]
     columns = [
         pa.array([rollout_id for rollout_id, _node in nodes], pa.string()),
         pa.array([node.node_id for _id, node in nodes], pa.int32()),
         pa.array([node.parent_id for _id, node in nodes], pa.int32()),
         pa.array([node.call_id for _id, node in nodes], pa.string()),
         pa.array([node.role.value for _id, node in nodes], pa.string()),
-        _ragged([node.token_ids for _id, node in nodes], np.int32),
+        ragged([node.token_ids for _id, node in nodes], np.int32, pa.int32()),
         pa.array([mask_to_runs(node.sampled) for _id, node in nodes], pa.list_(pa.int32())),
-        _ragged([node.logprobs[node.sampled] for _id, node in nodes], np.float32),
+        ragged([node.logprobs[node.sampled] for _id, node in nodes], np.float32, pa.float32()),
         pa.array(spans, schema.field("spans").type),
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _trees(nodes: pa.Table) -> dict[str, list[TreeNode]]:
-    nodes = nodes.combine_chunks()
-    tokens = _split_ragged(nodes, "tokens", np.int32)
-    values = _split_ragged(nodes, "logprobs", np.float32)
+    tokens = split_ragged(_one_chunk(nodes, "tokens"), np.int32)
+    values = split_ragged(_one_chunk(nodes, "logprobs"), np.float32)
     plain = nodes.select(["rollout_id", "node_id", "parent_id", "call_id", "role", "mask_runs", "spans"]).to_pylist()
     trees: dict[str, list[TreeNode]] = {}
     for row, token_ids, sampled_logprobs in zip(plain, tokens, values, strict=True):
@@ -313,7 +290,7 @@ def _trees(nodes: pa.Table) -> dict[str, list[TreeNode]]:
             )
         logprobs = np.zeros(len(token_ids), np.float32)
         logprobs[sampled] = sampled_logprobs
-        for array in (token_ids, sampled, logprobs):
+        for array in (sampled, logprobs):
             array.flags.writeable = False
         trees.setdefault(row["rollout_id"], []).append(
             TreeNode(
@@ -330,16 +307,6 @@ def _trees(nodes: pa.Table) -> dict[str, list[TreeNode]]:
     return trees
 
 
-def _ragged(parts: list[np.ndarray], dtype: type) -> pa.Array:
-    offsets = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
-    if offsets[-1] > np.iinfo(np.int32).max:
-        raise ValueError(f"{offsets[-1]} tokens do not fit one table; put the rollouts as several (Store.put_table)")
-    flat = np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat))
-
-
-def _split_ragged(table: pa.Table, name: str, dtype: type) -> list[np.ndarray]:
-    column = table.column(name)
-    lengths = column.combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
-    flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], column.type.value_type).to_numpy()
-    return np.split(flat.astype(dtype, copy=False), np.cumsum(lengths)[:-1]) if len(lengths) else []
+def _one_chunk(table: pa.Table, name: str) -> pa.ListArray:
+    column = table.column(name).combine_chunks()
+    return column if isinstance(column, pa.ListArray) else pa.concat_arrays(column.chunks)

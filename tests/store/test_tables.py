@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre_core.errors import StoreError
-from gyre_core.store.schema import open_parquet, read_parquet, row_groups_of, to_parquet
+from gyre_core.store.parquet import open_parquet, read_parquet, row_groups_of, to_parquet
+from gyre_core.store.schema import SchemaVersionError
 from gyre_core.store.tables import (
     locate_branch,
     mask_to_runs,
@@ -161,32 +162,13 @@ def test_open_parquet_another_table_foreign_or_newer_objects_are_named() -> None
     pq.write_table(pa.table({"a": [1]}), sink)
     with pytest.raises(StoreError, match="foreign Parquet"):
         open_parquet("nodes", sink.getvalue(), key="data/x")
-    newer = pa.table({"a": [1]}).replace_schema_metadata({"gyre.table": "nodes", "gyre.schema_version": "2"})
+    newer = pa.table({"a": [1]}).replace_schema_metadata({"gyre.table": "nodes", "gyre.schema_version": "99"})
     sink = pa.BufferOutputStream()
     pq.write_table(newer, sink)
-    with pytest.raises(StoreError, match=r"schema version '2' .* use a newer one"):
+    with pytest.raises(SchemaVersionError, match=r"data/x has schema version 99 of nodes.* use a newer one"):
         open_parquet("nodes", sink.getvalue(), key="data/x")
     with pytest.raises(StoreError, match="truncated"):
         open_parquet("grades", pa.BufferReader(grades[:-20]), key="data/x")
-
-
-def test_read_parquet_an_older_version_is_upgraded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gyre_core.store import schema
-
-    old = rollout_tables([finished("r1")])["grades"].drop_columns(["metrics"])
-    old = old.replace_schema_metadata({"gyre.table": "grades", "gyre.schema_version": "0"})
-    sink = pa.BufferOutputStream()
-    pq.write_table(old, sink)
-
-    def add_metrics(table: pa.Table) -> pa.Table:
-        empty = pa.array([[] for _ in range(table.num_rows)], schema.SCHEMAS["grades"].field("metrics").type)
-        return table.append_column("metrics", empty)
-
-    monkeypatch.setitem(schema._UPGRADES, ("grades", 0), add_metrics)
-    file, version = open_parquet("grades", sink.getvalue(), key="data/x")
-    table = read_parquet("grades", file, version, key="data/x")
-    assert version == 0
-    assert table.column("metrics").to_pylist() == [[]]
 
 
 def test_read_trajectories_lost_nodes_are_a_named_error() -> None:

@@ -23,12 +23,13 @@ from gyre_core.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The four parts of a finished rollout."""
+    """The parts of a finished rollout."""
 
     spec: RolloutSpec
     trajectory: Trajectory
     grade: Grade
     harness: HarnessResult
+    workspace_ref: str = ""
 
 
 def prompt_node(node_id: int, parent_id: int, ids: Sequence[int], role: Role = Role.MAIN) -> TreeNode:
@@ -113,7 +114,12 @@ def two_turns(rollout_id: str) -> Trajectory:
 
 
 def finished(
-    rollout_id: str, *, reward: float | None = 0.5, step: int = 0, trajectory: Trajectory | None = None
+    rollout_id: str,
+    *,
+    reward: float | None = 0.5,
+    step: int = 0,
+    trajectory: Trajectory | None = None,
+    workspace_ref: str = "",
 ) -> Finished:
     """A whole rollout; reward None is one that the verifier could not grade."""
     outcome = Outcome.FINISHED if reward is not None else Outcome.VERIFIER_FAILED
@@ -144,6 +150,7 @@ def finished(
             started_s=100.0,
             finished_s=101.5,
         ),
+        workspace_ref=workspace_ref,
     )
 
 
