@@ -5,6 +5,7 @@ FILE holds ProxySettings as JSON. With port 0 the port is chosen by the system; 
 
 import argparse
 import logging
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import uvicorn
 from pydantic import ValidationError
 
 from gyre_core.errors import GyreError
-from gyre_core.process import end_with_parent
+from gyre_core.process import end_with_parent, listen
+from gyre_core.proxy.http import server_config
 from gyre_core.proxy.server import create_app
 from gyre_core.proxy.settings import ProxySettings
 
@@ -22,38 +24,32 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until told to stop; the exit code is 2 for settings or a machine that cannot be served with."""
     parser = argparse.ArgumentParser(prog="python -m gyre_core.proxy", description="Gyre's TITO proxy.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file with ProxySettings")
+    parser.add_argument(
+        "--listen-fd", type=int, help="an inherited listening socket to serve, whatever the settings say"
+    )
     arguments = parser.parse_args(argv)
     end_with_parent()
+    _raise_file_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         settings = ProxySettings.model_validate_json(arguments.settings.read_bytes())
         app = create_app(settings)
-        listener = _listen(settings.host, settings.port)
+        given = arguments.listen_fd
+        listener = listen(settings.host, settings.port) if given is None else socket.socket(fileno=given)
     except (OSError, ValidationError, GyreError) as error:
         print(f"the proxy cannot start: {error}", file=sys.stderr)
         return 2
     print(f"proxy on http://{settings.host}:{listener.getsockname()[1]}", flush=True)
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=75,  # longer than the clients' pools keep idle connections
-        timeout_graceful_shutdown=2,
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+    uvicorn.Server(server_config(app)).run(sockets=[listener])
     return 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Inherited by accepted connections: without it a reply's head and body meet Nagle and delayed ACK (measured 40 ms).
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.bind((host, port))
-    listener.listen(1024)
-    return listener
+def _raise_file_limit() -> None:
+    """A connection is a file: take as many as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -38,12 +38,20 @@ class Sampler:
         self._attempts = attempts
 
     async def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, session_id: str, call_id: str, seed: int | None
+        self,
+        prompt_ids: TokenIds,
+        params: SamplingParams,
+        *,
+        session_id: str,
+        call_id: str,
+        seed: int | None,
+        patient: Callable[[], bool] = lambda: False,
     ) -> Generation:
         """Sample until the call really ends.
 
         Raises EngineError when engines failed `attempts` times in a row or one gave an answer that no retry mends,
-        ValueError for a prompt that no engine may see. Cancelling aborts the call on its engine.
+        but not while `patient()`: then engines are tried without bound. ValueError for a prompt that no engine may
+        see. Cancelling aborts the call on its engine.
         """
         parts: list[Generation] = []
         num_done = 0
@@ -69,7 +77,7 @@ class Sampler:
                 self.counters["engine_errors"] += 1
                 fruitless += 1
                 logger.warning("call %s on %s, try %d: %s", call_id, grant.url, fruitless, error)
-                if not error.retryable or fruitless >= self._attempts:
+                if (not error.retryable or fruitless >= self._attempts) and not patient():
                     raise
                 continue
             finally:
@@ -80,7 +88,7 @@ class Sampler:
                 fruitless = 0
             else:
                 fruitless += 1
-                if fruitless >= self._attempts:
+                if fruitless >= self._attempts and not patient():
                     raise EngineError(f"call {call_id}: {fruitless} tries without a token", retryable=True)
             if generation.finish_reason is not FinishReason.ABORT or num_done >= params.max_new_tokens:
                 if parts:

@@ -12,8 +12,7 @@ import hmac
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
 
 import orjson
 import xxhash
@@ -22,18 +21,19 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from gyre_core.clock import Clock, SystemClock
 from gyre_core.engine.client import EngineClient
 from gyre_core.engine.router import Router
 from gyre_core.errors import ProxyError
-from gyre_core.proxy.conversation import ChatRequest, Reply
+from gyre_core.proxy.conversation import ChatRequest
+from gyre_core.proxy.delivery import ReplyResponse
 from gyre_core.proxy.dialects.anthropic import MessagesDialect
 from gyre_core.proxy.dialects.base import Dialect
 from gyre_core.proxy.dialects.chat import ChatDialect
 from gyre_core.proxy.dialects.responses import ResponsesDialect
-from gyre_core.proxy.journal import JournalFolder
+from gyre_core.proxy.journal import Journal, JournalFolder
+from gyre_core.proxy.pressure import Pass, Pressure
 from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
 from gyre_core.proxy.render import PromptRenderer
 from gyre_core.proxy.sampling import Connect, Sampler
@@ -71,6 +71,7 @@ class Proxy:
         self.sampler = Sampler(self.router, connect or self._connect, attempts=settings.engine_attempts)
         self.sessions: dict[str, tuple[Session, bytes]] = {}  # with the SHA-256 of the key's token
         self.counters: Counter[str] = Counter()
+        self.pressure = Pressure(max_requests=settings.max_open_calls, max_bytes=settings.max_pending_bytes)
         self._tables = (*(role_table(row) for row in settings.role_tables), *BUILTIN_TABLES)
         self._folder = (
             JournalFolder(settings.journal_dir, sync=settings.journal_sync)
@@ -84,11 +85,12 @@ class Proxy:
         """A new session; raises ProxyError when its journal cannot be made."""
         session_id, token = secrets.token_hex(16), secrets.token_hex(16)
         digest = hashlib.sha256(token.encode()).digest()
+        created_s = self.clock.now_s()
         journal = None
         if self._folder is not None:
             record = {"settings": settings.model_dump(mode="json"), "token_sha256": digest.hex()}
-            journal = self._folder.create(session_id, record)
-        self.sessions[session_id] = (self._session(session_id, settings, journal), digest)
+            journal = self._folder.create(session_id, {**record, "created_s": created_s})
+        self.sessions[session_id] = (self._session(session_id, settings, created_s, journal), digest)
         return {"session_id": session_id, "api_key": f"{KEY_PREFIX}{session_id}-{token}"}
 
     def find_session(self, path_session: str | None, key: str) -> Session:
@@ -120,11 +122,14 @@ class Proxy:
             "open_sessions": sum(not row["sealed"] for row in sessions),
             "calls": sum(row["calls"] for row in sessions),
             "in_flight": sum(row["in_flight"] for row in sessions),
+            "open_responses": sum(row["open_responses"] for row in sessions),
             "waiting": len(state.waiting),
+            "open_requests": self.pressure.requests,
+            "pending_bytes": self.pressure.bytes,
             "sampled_tokens": sum(row["sampled_tokens"] for row in sessions),
             "policy_version": state.version,
             "engines": [{"url": url, "slots": e.slots, "busy": e.busy} for url, e in state.engines.items()],
-            "counters": dict(totals + self.sampler.counters + self.counters),
+            "counters": dict(totals + self.sampler.counters + self.counters + self.pressure.counters),
         }
 
     async def aclose(self) -> None:
@@ -135,7 +140,9 @@ class Proxy:
         if self._folder is not None:
             self._folder.close()
 
-    def _session(self, session_id: str, settings: SessionSettings, journal: Any) -> Session:
+    def _session(
+        self, session_id: str, settings: SessionSettings, created_s: float, journal: Journal | None
+    ) -> Session:
         return Session(
             session_id,
             settings,
@@ -144,6 +151,7 @@ class Proxy:
             tables=self._tables,
             context_length=self.settings.context_length,
             clock=self.clock,
+            created_s=created_s,
             journal=journal,
         )
 
@@ -152,7 +160,9 @@ class Proxy:
             header = records[0][0]
             try:
                 settings = SessionSettings.model_validate_json(orjson.dumps(header["settings"]))
-                session = self._session(session_id, settings, journal)
+                session = self._session(
+                    session_id, settings, float(header.get("created_s", self.clock.now_s())), journal
+                )
                 session.restore(records[1:])
                 self.sessions[session_id] = (session, bytes.fromhex(header["token_sha256"]))
             except (ValueError, KeyError, TypeError):
@@ -170,32 +180,6 @@ class Proxy:
             api_key=api_key,
             timeout_s=self.settings.engine_call_timeout_s,
         )
-
-
-class ReplyResponse(Response):
-    """Sends a body or events, and tells whether the client was still there at the end."""
-
-    def __init__(self, parts: list[bytes], media_type: str, delivered: Callable[[], None]) -> None:
-        self._parts = parts
-        self._delivered = delivered
-        length = {} if media_type == "text/event-stream" else {"content-length": str(sum(map(len, parts)))}
-        headers = {"cache-control": "no-cache", "request-id": f"req_{secrets.token_hex(8)}", **length}
-        super().__init__(status_code=200, media_type=media_type, headers=headers)
-        if length == {}:
-            del self.headers["content-length"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.ensure_future(receive())  # after the body, the only message is the disconnect
-        try:
-            await asyncio.sleep(0)  # a disconnect that is known already shows now
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for index, part in enumerate(self._parts):
-                more = index + 1 < len(self._parts)
-                await send({"type": "http.response.body", "body": part, "more_body": more})
-            if not watch.done():
-                self._delivered()
-        finally:
-            watch.cancel()
 
 
 def create_app(settings: ProxySettings, *, connect: Connect | None = None, clock: Clock | None = None) -> Starlette:
@@ -243,42 +227,69 @@ async def _harness(proxy: Proxy, request: Request) -> Response:
         return _probe(path)
     dialect, counts_only = _ENDPOINTS.get(path, (_guess_dialect(request, path), False))
     session: Session | None = None
+    chat: ChatRequest | None = None
+    share: Pass | None = None
     try:
         if path not in _ENDPOINTS or request.method != "POST":
             raise Refusal(RefusalKind.NOT_FOUND, f"no such endpoint: {request.method} /{path}"[:200])
         session = proxy.find_session(path_session, _api_key(request))
-        body = await _read_body(request, session.settings.limits.max_body_bytes or proxy.settings.max_body_bytes, proxy)
+        share = proxy.pressure.enter()
+        limit = session.settings.limits.max_body_bytes or proxy.settings.max_body_bytes
+        body = await _read_body(request, limit, proxy.settings.body_timeout_s, share)
         chat = _parse(dialect, body, request)
         if counts_only:
             return _json({"input_tokens": await session.count_tokens(chat)})
         digest = xxhash.xxh3_128_digest(path.encode() + b"\n" + body)
-        reply = await session.answer(chat, dialect, digest)
-        return _deliver(session, dialect, chat, digest, reply)
+        response = await _answer(proxy, session, chat, dialect, digest, share)
+        share = None  # the response drops it
+        return response
     except Refusal as refusal:
-        return _refuse(proxy, session, dialect, refusal)
+        return _refuse(proxy, session, dialect, refusal, chat)
     except ClientDisconnect:
         return Response(status_code=400)  # nobody reads it
     except Exception:
         logger.exception("a request to /%s failed by a fault of ours", path[:100])
         return _refuse(proxy, session, dialect, Refusal(RefusalKind.INTERNAL, "internal error of the proxy"))
+    finally:
+        if share is not None:
+            share.drop()
 
 
-def _deliver(session: Session, dialect: Dialect, chat: ChatRequest, digest: bytes, reply: Reply) -> Response:
-    if chat.stream:
-        events = dialect.events(chat, reply.call_id, reply.created_s, reply.prompt_tokens)
-        parts, media_type = [events.begin(), *events.finish(reply)], "text/event-stream"
-    else:
-        parts, media_type = [orjson.dumps(dialect.reply_body(reply, chat))], "application/json"
-    return ReplyResponse(parts, media_type, lambda: session.delivered(digest, reply))
+async def _answer(
+    proxy: Proxy, session: Session, chat: ChatRequest, dialect: Dialect, digest: bytes, share: Pass
+) -> Response:
+    """The response with a call's reply, which may not be there yet. Raises Refusal while there is none."""
+    keepalive_s = proxy.settings.keepalive_s
+    call = session.call(chat, dialect, digest)
+    share.hold()
+    call.when_done(share.drop)
+    await call.wait(keepalive_s)
+    return ReplyResponse(
+        call,
+        chat,
+        dialect,
+        keepalive_s=keepalive_s,
+        connections=session.connections,
+        delivered=lambda reply: session.delivered(digest, reply),
+        count=session.count,
+        ended=share.drop,
+    )
 
 
-def _refuse(proxy: Proxy, session: Session | None, dialect: Dialect, refusal: Refusal) -> Response:
+def _refuse(
+    proxy: Proxy, session: Session | None, dialect: Dialect, refusal: Refusal, chat: ChatRequest | None = None
+) -> Response:
     if session is not None:
-        session.refused(refusal.kind)
+        session.count(f"refused_{refusal.kind.value}")
     else:
         proxy.counters[f"refused_{refusal.kind.value}"] += 1
     status, body = dialect.error(refusal)
-    headers = {"request-id": f"req_{secrets.token_hex(8)}"}
+    unique = secrets.token_hex(8)
+    headers = {"request-id": f"req_{unique}"}
+    if chat is not None and chat.stream:
+        events = dialect.error_events(refusal, chat, unique, proxy.clock.now_s())
+        if events:
+            return Response(events, media_type="text/event-stream", headers=headers)
     if refusal.kind is RefusalKind.UNAVAILABLE:
         headers["retry-after"] = str(refusal.retry_after_s)
     if refusal.kind is RefusalKind.TOO_LARGE:
@@ -300,20 +311,23 @@ def _parse(dialect: Dialect, body: bytes, request: Request) -> ChatRequest:
         raise bad_request(f"the request cannot be read: {type(error).__name__}") from error
 
 
-async def _read_body(request: Request, limit: int, proxy: Proxy) -> bytes:
+async def _read_body(request: Request, limit: int, timeout_s: float, share: Pass) -> bytes:
     too_large = Refusal(RefusalKind.TOO_LARGE, f"the request body exceeds {limit} bytes")
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > limit:
-        raise too_large
+    if length.isdigit():
+        if int(length) > limit:
+            raise too_large
+        share.grow(int(length))
     parts = bytearray()
     try:
-        async with asyncio.timeout(proxy.settings.body_timeout_s):
+        async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 parts += chunk
                 if len(parts) > limit:
                     raise too_large
+                share.grow(len(parts))
     except TimeoutError as error:
-        raise bad_request(f"the request body did not arrive in {proxy.settings.body_timeout_s:g} s") from error
+        raise bad_request(f"the request body did not arrive in {timeout_s:g} s") from error
     return bytes(parts)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from gyre_core.clock import Clock
 from gyre_core.errors import EngineError, ProxyError
+from gyre_core.proxy.call import RunningCall
 from gyre_core.proxy.conversation import ChatRequest, KeyCache, Reply
 from gyre_core.proxy.dialects.base import Dialect
 from gyre_core.proxy.journal import Journal, call_record, read_call
@@ -34,6 +35,8 @@ from gyre_core.types import Json, Role, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+JOURNAL_RETRY_S = 1.0  # a full disk is freed by people, not by waiting shorter
+
 
 class Session:
     """The session of one rollout."""
@@ -48,8 +51,10 @@ class Session:
         tables: Sequence[RoleTable],
         context_length: int,
         clock: Clock,
+        created_s: float,
         journal: Journal | None,
     ) -> None:
+        """`created_s` is when the session was first created, in seconds since the epoch."""
         self.session_id = session_id
         self.settings = settings
         self.sealed: bytes | None = None
@@ -59,10 +64,12 @@ class Session:
         self._context_length = context_length
         self._clock = clock
         self._journal = journal
-        self._recorder = Recorder(settings.rollout_id)
+        self._recorder = Recorder(settings.rollout_id, keep_changed=settings.on_change == "keep")
         self._cache = KeyCache()
         self._next_index = 0
-        self._running: dict[bytes, asyncio.Task[Reply]] = {}
+        self.connections: set[asyncio.Task] = set()  # that send a reply; cancelling one cuts it
+        self._created_s = created_s
+        self._running: dict[bytes, RunningCall] = {}
         self._undelivered: dict[bytes, Reply] = {}
         self._closing = False
         self._sealing = asyncio.Lock()
@@ -76,30 +83,32 @@ class Session:
 
     # For the harness
 
-    async def answer(self, request: ChatRequest, dialect: Dialect, digest: bytes) -> Reply:
-        """The reply to a request; `digest` is of its body. Raises Refusal."""
+    def call(self, request: ChatRequest, dialect: Dialect, digest: bytes) -> RunningCall:
+        """The call that answers a request: running, done but undelivered, or new. `digest` is of its body.
+
+        Raises Refusal.
+        """
         counters = self._recorder.counters
-        running = self._running.get(digest)
-        if running is not None:
+        call = self._running.get(digest)
+        if call is not None:
             counters["retries_joined"] += 1
-        elif (reply := self._undelivered.get(digest)) is not None:
+            return call
+        if (reply := self._undelivered.get(digest)) is not None:
             counters["retries_replayed"] += 1
-            return reply
-        else:
-            self._admit()
-            index = self._next_index
-            self._next_index += 1
-            running = asyncio.create_task(
-                self._call(request, dialect, digest, index), name=f"{self.session_id} {index}"
-            )
-            self._running[digest] = running
-            running.add_done_callback(lambda task: self._ended(digest, task))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            if not running.cancelled():
-                raise  # our own request was cancelled; the call goes on
-            raise Refusal(RefusalKind.FORBIDDEN, "this session is sealed") from None
+            call = RunningCall(call_id=reply.call_id, created_s=reply.created_s)
+            call.reply = asyncio.get_running_loop().create_future()
+            call.reply.set_result(reply)
+            return call
+        self._admit()
+        index = self._next_index
+        self._next_index += 1
+        call = RunningCall(call_id=f"{self.settings.rollout_id}-c{index}", created_s=self._clock.now_s())
+        call.reply = task = asyncio.create_task(
+            self._run(call, request, dialect, digest, index), name=f"{self.session_id} {index}"
+        )
+        self._running[digest] = call
+        task.add_done_callback(lambda _: self._ended(digest, task))
+        return call
 
     def delivered(self, digest: bytes, reply: Reply) -> None:
         """A reply reached its harness whole: the same body is a new call from now on."""
@@ -118,9 +127,9 @@ class Session:
         prompt = await build_prompt(request, plan, starts, recorder=self._recorder, renderer=self._renderer)
         return len(prompt.ids)
 
-    def refused(self, kind: RefusalKind) -> None:
-        """Count a request that got an error."""
-        self._recorder.counters[f"refused_{kind.value}"] += 1
+    def count(self, name: str) -> None:
+        """Count something that happened to a request of this session."""
+        self._recorder.counters[name] += 1
 
     # For the admin
 
@@ -131,12 +140,8 @@ class Session:
         """
         self._closing = True
         async with self._sealing:
-            running = list(self._running.values())
-            for task in running:
-                task.cancel()
-            if running:
-                self._recorder.counters["calls_aborted_at_seal"] += len(running)
-                await asyncio.gather(*running, return_exceptions=True)
+            if num_aborted := await self._end_calls():
+                self._recorder.counters["calls_aborted_at_seal"] += num_aborted
             if self.sealed is None:
                 if self._journal is not None:
                     self._journal.append({"kind": "sealed", "counters": dict(self._recorder.counters)})
@@ -149,9 +154,7 @@ class Session:
     async def drop(self) -> None:
         """Forget the session, its journal included."""
         self._closing = True
-        for task in list(self._running.values()):
-            task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._end_calls()
         self._sampler.router.forget(self.session_id)
         if self._journal is not None:
             self._journal.remove()
@@ -168,6 +171,7 @@ class Session:
             "sealed": self.sealed is not None,
             "calls": self._recorder.num_calls,
             "in_flight": len(self._running),
+            "open_responses": len(self.connections),
             "sampled_tokens": self._recorder.num_sampled,
             "counters": dict(self._recorder.counters),
         }
@@ -193,12 +197,25 @@ class Session:
 
     # One call
 
-    async def _call(self, request: ChatRequest, dialect: Dialect, digest: bytes, index: int) -> Reply:
-        started_s = self._clock.now_s()
+    async def _run(self, call: RunningCall, request: ChatRequest, dialect: Dialect, digest: bytes, index: int) -> Reply:
+        """Make a call, within the session's time."""
+        timeout = asyncio.timeout(self._time_left_s())
+        try:
+            async with timeout:
+                return await self._make(call, request, dialect, digest, index)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise self._out_of_time() from None
+
+    async def _make(
+        self, running: RunningCall, request: ChatRequest, dialect: Dialect, digest: bytes, index: int
+    ) -> Reply:
         settings, recorder = self.settings, self._recorder
         counts: Counter[str] = Counter()
         role = self._role(request, counts)
         plan, starts = self._plan(request)
+        counts.update({f"splice_{change.value}": number for change, number in plan.changes.items()})
         prompt = await build_prompt(request, plan, starts, recorder=recorder, renderer=self._renderer)
         room = self._context_length - len(prompt.ids)
         if room < 1:
@@ -218,10 +235,15 @@ class Session:
             stop_token_ids=self._renderer.stop_token_ids,
             stop=request.stop,
         )
-        call_id = f"{settings.rollout_id}-c{index}"
+        running.prompt_tokens = len(prompt.ids)
         try:
             generation = await self._sampler.sample(
-                prompt.ids, params, session_id=self.session_id, call_id=call_id, seed=sampling.seed
+                prompt.ids,
+                params,
+                session_id=self.session_id,
+                call_id=running.call_id,
+                seed=sampling.seed,
+                patient=running.is_open,
             )
         except EngineError as error:
             raise Refusal(RefusalKind.UNAVAILABLE, f"the model is overloaded, try again: {error}") from error
@@ -233,14 +255,14 @@ class Session:
             generation,
             dialect=dialect,
             renderer=self._renderer,
-            call_id=call_id,
+            call_id=running.call_id,
             session_id=self.session_id,
             now_s=self._clock.now_s(),
             counts=counts,
         )
         hints = self._table.hints if self._table is not None else ()
         call = FinishedCall(
-            call_id=call_id,
+            call_id=running.call_id,
             index=index,
             role=role,
             dialect=dialect.name,
@@ -256,32 +278,47 @@ class Session:
             cached_tokens=generation.cached_tokens,
             prompt_state=plan.prompt_state,
             seen=plan.seen,
+            resumes=plan.resumes,
             reply=reply.message().key(),
-            started_s=started_s,
+            started_s=running.created_s,
             finished_s=self._clock.now_s(),
             hints={name: request.facts.headers[name] for name in hints if name in request.facts.headers},
         )
-        await self._keep(call, reply, digest, counts)
+        await self._keep(call, reply, digest, counts, running)
         return reply
 
-    async def _keep(self, call: FinishedCall, reply: Reply, digest: bytes, counts: Counter[str]) -> None:
-        """Journal, then record; the reply may go out when this returns."""
+    async def _keep(
+        self, call: FinishedCall, reply: Reply, digest: bytes, counts: Counter[str], running: RunningCall
+    ) -> None:
+        """Journal, then record; the reply may go out when this returns.
+
+        A journal that fails refuses the call while it may be refused, and is tried again once its response has begun.
+        """
         if self._journal is not None:
             header, arrays = call_record(call, reply, digest)
             header["counts"] = dict(counts)
-            try:
-                self._journal.append(header, arrays)
-            except ProxyError as error:
-                raise Refusal(RefusalKind.UNAVAILABLE, f"the call cannot be recorded, try again: {error}") from error
+            while True:
+                try:
+                    self._journal.append(header, arrays)
+                    break
+                except ProxyError as error:
+                    await self._await_journal(error, running)
         self._recorder.record(call)
         self._recorder.counters.update(counts)
-        self._undelivered[digest] = reply
-        if self._journal is not None:
+        self._undelivered[digest] = reply  # from here on a retry gets this very reply
+        while self._journal is not None:
             try:
                 await self._journal.settle_call()
+                break
             except ProxyError as error:
-                # It is recorded; the retry gets this very reply.
-                raise Refusal(RefusalKind.UNAVAILABLE, f"the call cannot be recorded, try again: {error}") from error
+                await self._await_journal(error, running)
+
+    async def _await_journal(self, error: ProxyError, running: RunningCall) -> None:
+        if not running.opened:
+            raise Refusal(RefusalKind.UNAVAILABLE, f"the call cannot be recorded, try again: {error}") from error
+        logger.warning("call %s waits for the journal: %s", running.call_id, error)
+        self.count("journal_retries")
+        await asyncio.sleep(JOURNAL_RETRY_S)
 
     def _plan(self, request: ChatRequest) -> tuple[Plan, list[int]]:
         keys, starts = self._cache.keys(request)
@@ -302,7 +339,30 @@ class Session:
         limits = self.settings.limits
         if self._recorder.num_calls + len(self._running) >= limits.max_calls:
             raise Refusal(RefusalKind.FORBIDDEN, f"this session used up its {limits.max_calls} calls")
+        if self._time_left_s() <= 0:
+            raise self._out_of_time()
+        if len(self._running) >= limits.max_in_flight:
+            self.count("limited_in_flight")
+            raise Refusal(
+                RefusalKind.UNAVAILABLE, f"this session has {len(self._running)} calls in flight, try again later"
+            )
         self._token_budget()
+
+    def _time_left_s(self) -> float:
+        return self._created_s + self.settings.limits.max_time_s - self._clock.now_s()
+
+    def _out_of_time(self) -> Refusal:
+        return Refusal(RefusalKind.FORBIDDEN, f"this session used up its {self.settings.limits.max_time_s:g} s")
+
+    async def _end_calls(self) -> int:
+        """Cancel the calls in flight and cut the connections that are open; returns how many calls there were."""
+        tasks = [call.reply for call in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while self.connections:
+            self.connections.pop().cancel()  # those that wait for a reader
+        return len(tasks)
 
     def _token_budget(self) -> int:
         """Tokens that may still be sampled; raises Refusal when none may."""
@@ -311,7 +371,7 @@ class Session:
             raise Refusal(RefusalKind.FORBIDDEN, f"this session used up its {self.settings.limits.max_tokens} tokens")
         return budget
 
-    def _ended(self, digest: bytes, task: asyncio.Task[Reply]) -> None:
+    def _ended(self, digest: bytes, task: asyncio.Future[Reply]) -> None:
         del self._running[digest]
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Refusal):
             logger.error("rollout %s: a call failed by a fault of ours", self.settings.rollout_id, exc_info=error)

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from gyre_core.engine.fake import FakeEngine
+from gyre_core.proxy.http import server_config
 from gyre_core.proxy.server import Proxy, create_app
 from gyre_core.proxy.settings import ProxySettings
 from gyre_core.trajectory.arrow import trajectory_from_ipc
@@ -114,6 +115,11 @@ class ProxyUnderTest:
         assert response.status_code == 200, response.text
         return Harness(self.client, **response.json())
 
+    async def drop(self, harness: Harness) -> None:
+        """Forget a session."""
+        response = await self.client.delete(f"/admin/sessions/{harness.session_id}", headers=ADMIN_HEADERS)
+        assert response.status_code == 200, response.text
+
     async def engines(self, *urls: str, version: int = 0, slots: int = 8) -> None:
         """Say which engines take calls."""
         body = {"engines": [{"url": url, "slots": slots} for url in urls], "policy_version": version}
@@ -126,10 +132,17 @@ class ProxyUnderTest:
 
     async def until(self, **wanted: int) -> None:
         """Wait until the proxy's status or counters have these values."""
+        await self._until(lambda values: all(values.get(key, 0) == value for key, value in wanted.items()))
+
+    async def until_at_least(self, **wanted: int) -> None:
+        """Wait until the proxy's status or counters have these values, or greater ones."""
+        await self._until(lambda values: all(values.get(key, 0) >= value for key, value in wanted.items()))
+
+    async def _until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
         async with asyncio.timeout(10):
             while True:
                 status = await self.status()
-                if all({**status, **status["counters"]}.get(key, 0) == value for key, value in wanted.items()):
+                if holds({**status, **status["counters"]}):
                     return
                 await asyncio.sleep(0.002)
 
@@ -164,7 +177,7 @@ async def serving(proxy: ProxyUnderTest) -> AsyncIterator[str]:
     listener = socket.socket()
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(proxy.app, log_level="critical", lifespan="off", access_log=False))
+    server = uvicorn.Server(server_config(proxy.app, lifespan="off"))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.001)
