@@ -379,6 +379,19 @@ async def test_unknown_fields_and_items_are_context_and_never_refused(stage: Sta
     )
 
 
+async def test_stream_of_a_prompt_that_is_too_long_fails_as_codex_expects(stage: Stage) -> None:
+    _, harness = stage
+    response = await harness.responses([user("u" * 9000)], **CODEX)
+    assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2]
+    failed = events[-1]["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "context_length_exceeded")
+    assert "maximum context length" in failed["error"]["message"]
+    assert (await harness.seal()).counters["refused_context_length"] == 1
+
+
 async def test_errors_have_the_types_that_clients_expect(stage: Stage) -> None:
     proxy, harness = stage
     with pytest.raises(openai.AuthenticationError):

@@ -7,6 +7,7 @@ import orjson
 
 from gyre_core.proxy.conversation import ChatRequest, Message, Reply, ToolCall, as_text, joined_text, require
 from gyre_core.proxy.dialects.base import sse
+from gyre_core.proxy.dialects.options import MESSAGES_IGNORED, ignored_options, messages_tool_choice
 from gyre_core.proxy.dialects.parsing import (
     function_tool,
     last_user,
@@ -60,6 +61,7 @@ class MessagesDialect:
             for tool in tool_list(body.get("tools"))
         )
         messages = ([{"role": "system", "content": system}] if system else []) + raw
+        tool_choice, tool_name, single_tool_call = messages_tool_choice(body.get("tool_choice"))
         return ChatRequest(
             dialect=self.name,
             model=str(body.get("model", "")),
@@ -72,6 +74,10 @@ class MessagesDialect:
             shows_reasoning=isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"),
             omits_reasoning_text=isinstance(thinking, dict) and thinking.get("display") == "omitted",
             temperature=number(body.get("temperature"), "temperature"),
+            tool_choice=tool_choice,
+            tool_name=tool_name,
+            single_tool_call=single_tool_call,
+            ignored_options=_ignored_options(body),
             facts=RequestFacts(
                 headers=headers,
                 system=system_text([system]),
@@ -103,6 +109,10 @@ class MessagesDialect:
         """`{"type": "error", ...}`."""
         status, kind = _ERRORS[refusal.kind]
         return status, {"type": "error", "error": {"type": kind, "message": refusal.message}}
+
+    def error_events(self, refusal: Refusal, request: ChatRequest, reply_id: str, created_s: float) -> bytes:
+        """None: status and body tell it."""
+        return b""
 
 
 class MessagesEvents:
@@ -230,6 +240,18 @@ def _assistant(content: Any) -> Message:
 def _system_texts(system: Any) -> list[str]:
     blocks = system if isinstance(system, list) else [system]
     return [text for text in map(as_text, blocks) if not text.startswith(BILLING_PREFIX)]
+
+
+def _ignored_options(body: Json) -> tuple[str, ...]:
+    thinking, config = body.get("thinking"), body.get("output_config")
+    budget = isinstance(thinking, dict) and thinking.get("budget_tokens") is not None
+    effort = isinstance(config, dict) and config.get("effort") is not None
+    return (
+        *ignored_options(body, MESSAGES_IGNORED),
+        *("thinking_budget",) * budget,
+        *("reasoning_effort",) * effort,
+        *("output_format",) * bool(_output_format(body)),
+    )
 
 
 def _output_format(body: Json) -> str:

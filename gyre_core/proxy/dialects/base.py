@@ -50,6 +50,10 @@ class Dialect(Protocol):
         """Status code and body of a refusal."""
         ...
 
+    def error_events(self, refusal: Refusal, request: ChatRequest, reply_id: str, created_s: float) -> bytes:
+        """The whole stream of a refused request that streams, empty where the API tells it by status and body."""
+        ...
+
 
 def sse(data: bytes, event: str = "") -> bytes:
     """One server-sent event."""

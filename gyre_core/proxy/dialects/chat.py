@@ -15,6 +15,7 @@ from gyre_core.proxy.conversation import (
     require,
 )
 from gyre_core.proxy.dialects.base import sse
+from gyre_core.proxy.dialects.options import CHAT_IGNORED, chat_tool_choice, ignored_options
 from gyre_core.proxy.dialects.parsing import (
     function_tool,
     last_user,
@@ -49,10 +50,14 @@ class ChatDialect:
             )
         num_choices = body.get("n")
         require(num_choices in (None, 1), "n: only one choice a call is served")
-        max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+        max_tokens = body.get("max_completion_tokens")
+        max_tokens = body.get("max_tokens") if max_tokens is None else max_tokens
         options = body.get("stream_options")
         tools = tuple(map(_tool, tool_list(body.get("tools"))))
+        tool_choice, tool_name = chat_tool_choice(body.get("tool_choice"))
         form = body.get("response_format")
+        output_format = str(form.get("type", "")) if isinstance(form, dict) else ""
+        wants_format = output_format not in ("", "text")
         return ChatRequest(
             dialect=self.name,
             model=str(body.get("model", "")),
@@ -64,12 +69,16 @@ class ChatDialect:
             stream=body.get("stream") is True,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
             temperature=number(body.get("temperature"), "temperature"),
+            tool_choice=tool_choice,
+            tool_name=tool_name,
+            single_tool_call=body.get("parallel_tool_calls") is False,
+            ignored_options=(*ignored_options(body, CHAT_IGNORED), *("output_format",) * wants_format),
             facts=RequestFacts(
                 headers=headers,
                 system=_system_facts(raw),
                 last_user=last_user(raw),
                 tool_names=tuple(tool["function"]["name"] for tool in tools),
-                output_format=str(form.get("type", "")) if isinstance(form, dict) else "",
+                output_format=output_format,
             ),
         )
 
@@ -101,6 +110,10 @@ class ChatDialect:
     def error(self, refusal: Refusal) -> tuple[int, Json]:
         """`{"error": {...}}`."""
         return openai_error(refusal)
+
+    def error_events(self, refusal: Refusal, request: ChatRequest, reply_id: str, created_s: float) -> bytes:
+        """None: status and body tell it."""
+        return b""
 
 
 class ChatEvents:

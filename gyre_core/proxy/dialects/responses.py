@@ -24,7 +24,7 @@ from gyre_core.proxy.dialects.response_items import (
     normalise,
     offered_tools,
 )
-from gyre_core.proxy.refusal import Refusal, bad_request
+from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
 from gyre_core.trajectory.roles import RequestFacts
 from gyre_core.types import FinishReason, Json
 
@@ -138,6 +138,13 @@ class ResponsesDialect:
     def error(self, refusal: Refusal) -> tuple[int, Json]:
         """`{"error": {...}}`."""
         return openai_error(refusal)
+
+    def error_events(self, refusal: Refusal, request: ChatRequest, reply_id: str, created_s: float) -> bytes:
+        """A prompt that is too long fails inside the stream: Codex trims or compacts on that, and gives up on a 400."""
+        if refusal.kind is not RefusalKind.CONTEXT_LENGTH:
+            return b""
+        events = self.events(request, reply_id, created_s, 0)
+        return events.begin() + events.refuse(refusal)
 
 
 def response_object(request: ResponsesRequest, reply_id: str, created_s: float, **fields: Any) -> Json:
