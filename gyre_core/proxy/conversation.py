@@ -57,7 +57,7 @@ class Message:
         """The hashes by which the recorder matches it."""
         if self.role != "assistant":
             form = _digest([self.role, self.text.strip(), self.tool_call_id])
-            return MessageKey(is_assistant=False, exact=form, form=form)
+            return MessageKey(is_assistant=False, exact=form, form=form, is_tool=self.role == "tool")
         calls = [[call.call_id, call.name, call.arguments] for call in self.tool_calls]
         text = trimmed(self.text)
         joins = tuple(call.call_id for call in self.tool_calls if call.call_id) or tuple(_MINTED.findall(text))

@@ -59,7 +59,8 @@ class MessageKey:
     empty: bool = False  # an assistant message without text and tool calls
     loose: bytes = b""  # of a form that forgives more: coerced values, defaults, a leading `cd`; b"" is `form`
     text: str = ""  # of an assistant message, trimmed
-    has_calls: bool = False  # tool calls
+    has_calls: bool = False  # an assistant message with tool calls
+    is_tool: bool = False  # a tool's result
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,7 +71,7 @@ class RecordedCall:
     index: int
     prompt_state: bytes  # chain hash before the reply
     after_state: bytes  # and after it
-    walked: tuple[bytes, ...]  # states since the call before, up to and without `prompt_state`
+    resumes: tuple[bytes, ...]  # of its plan
     reply: MessageKey  # as delivered
     prompt_node: LiveNode
     output_node: LiveNode
@@ -92,7 +93,7 @@ class Plan:
     substitution: Substitution  # of the messages not met before
     bridgeable: bool  # no assistant message after the anchor
     seen: tuple[bytes, ...]  # assistant messages met, marked as seen when the call is recorded
-    walked: tuple[bytes, ...] = ()  # chain states after the anchor, up to and without `prompt_state`
+    resumes: tuple[bytes, ...] = ()  # states before unfinished assistant messages that the reply goes on with
     moved: Mapping[int, RecordedCall] = field(default_factory=dict)  # messages after the anchor, sampled elsewhere
     cut: Mapping[int, RecordedCall] = field(default_factory=dict)  # beginnings of replies that were sampled here
     dropped: frozenset[int] = frozenset()  # assistant messages after the anchor that say nothing
@@ -123,7 +124,7 @@ class FinishedCall:
     started_s: float
     finished_s: float
     hints: Mapping[str, str]
-    walked: tuple[bytes, ...] = ()  # of its plan
+    resumes: tuple[bytes, ...] = ()  # of its plan
 
 
 class Recorder:
@@ -157,7 +158,7 @@ class Recorder:
                     walk.changes[Change.EMPTY_KEPT] += _chain(walk.state, key.form) not in self._seen
                     walk.seen.append(_chain(walk.state, key.form))
                     walk.anchor_at(self._empty[walk.state], position)
-                walk.step(key.form)
+                walk.step(key)
             else:
                 self._walk_assistant(walk, position, key)
         return Plan(
@@ -167,7 +168,7 @@ class Recorder:
             substitution=walk.substitution(),
             bridgeable=walk.anchor is not None and walk.last_assistant < walk.num_known,
             seen=tuple(walk.seen),
-            walked=tuple(walk.walked),
+            resumes=tuple(walk.resumes),
             moved=walk.moved,
             cut=walk.cut,
             dropped=frozenset(walk.dropped),
@@ -192,7 +193,7 @@ class Recorder:
             index=call.index,
             prompt_state=call.prompt_state,
             after_state=_chain(call.prompt_state, call.call_id.encode() if call.reply.joins else call.reply.form),
-            walked=call.walked,
+            resumes=call.resumes,
             reply=call.reply,
             prompt_node=prompt_node,
             output_node=output_node,
@@ -276,7 +277,7 @@ class Recorder:
             walk.moved[position] = call
         elif call is not None and change is Change.CUT:
             walk.cut[position] = call
-        walk.step(key.form)
+        walk.step(key)
 
     def _find(self, state: bytes, key: MessageKey) -> tuple[RecordedCall | None, Change | None]:
         """The call that sampled this message and what was done to it; None and None when nobody sampled it."""
@@ -286,9 +287,8 @@ class Recorder:
             if call is None:
                 continue
             if call.prompt_state == state:
-                same = (call.reply.loose or call.reply.form) == (key.loose or key.form)
-                return call, None if same else self._changed()
-            if self.keep_changed and state in call.walked and key.text.endswith(call.reply.text):
+                return call, self._change(call.reply, key)
+            if self.keep_changed and state in call.resumes and key.text.endswith(call.reply.text):
                 return call, Change.JOINED
             moved = call
         if moved is not None:
@@ -299,17 +299,20 @@ class Recorder:
                 return call, None
         if not key.empty:
             for call in reversed(self._by_state.get(state, ())):
-                if _is_cut(call.reply, key):
-                    return call, Change.CUT if self.keep_changed else Change.CHANGED_FORKED
-                if _is_extended(call.reply, key):
-                    return call, self._changed()
+                if _is_cut(call.reply, key) or _is_extended(call.reply, key):
+                    return call, self._change(call.reply, key)
             call = self._forms.get(key.form)
             if call is not None:
                 return call, Change.MOVED
         return None, None
 
-    def _changed(self) -> Change:
-        return Change.CHANGED_KEPT if self.keep_changed else Change.CHANGED_FORKED
+    def _change(self, reply: MessageKey, key: MessageKey) -> Change | None:
+        """What was done to a reply that came back in its place."""
+        if (reply.loose or reply.form) == (key.loose or key.form):
+            return None
+        if not self.keep_changed:
+            return Change.CHANGED_FORKED
+        return Change.CUT if key.empty or _is_cut(reply, key) else Change.CHANGED_KEPT
 
     def _call_record(self, call: RecordedCall, *, node_id: int) -> CallRecord:
         return CallRecord(
@@ -334,21 +337,24 @@ class _Walk:
     respliced: bool = False
     synthetic: bool = False
     seen: list[bytes] = field(default_factory=list)
-    walked: list[bytes] = field(default_factory=list)
+    resumes: list[bytes] = field(default_factory=list)
     moved: dict[int, RecordedCall] = field(default_factory=dict)
     cut: dict[int, RecordedCall] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
     changes: Counter[Change] = field(default_factory=Counter)
 
-    def step(self, form: bytes) -> None:
+    def step(self, key: MessageKey) -> None:
         """Past a message that no recorded call stands for."""
-        self.walked.append(self.state)
-        self.state = _chain(self.state, form)
+        if key.is_tool or key.has_calls:
+            self.resumes.clear()
+        elif key.is_assistant:
+            self.resumes.append(self.state)
+        self.state = _chain(self.state, key.form)
 
     def anchor_at(self, call: RecordedCall, num_known: int) -> None:
         """Past a message whose recorded call stands for it and for all before it."""
         self.anchor, self.num_known, self.state = call, num_known, call.after_state
-        self.walked.clear()
+        self.resumes.clear()
         self.moved.clear()
         self.cut.clear()
         self.dropped.clear()

@@ -6,7 +6,7 @@ new harness needs no code. Two questions are asked apart and combined: is it a s
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -87,6 +87,14 @@ class RoleTable:
         return Role.MAIN_SUMMARY if is_summary else Role.MAIN
 
 
+_CLAUDE_CODE = RoleTable(
+    harness="claude-code",
+    aux=(Matcher(output_format="json_schema", no_tools=True), Matcher(only_tool="web_search")),
+    sub_agent=(Matcher(header="x-claude-code-agent-id"), Matcher(system_contains="cc_is_subagent=true")),
+    summary=(Matcher(last_user_starts="CRITICAL: Respond with TEXT ONLY"),),
+    hints=("x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
+)
+
 # Measured on the wire: Claude Code 2.1.220 and 2.1.332, Qwen Code 0.24.4, Codex 0.171.0, opencode 1.18.33,
 # mini-swe-agent 2.4.6. A version that shows roles in another way gets a table of its own above the general one.
 BUILTIN_TABLES: tuple[RoleTable, ...] = (
@@ -96,17 +104,17 @@ BUILTIN_TABLES: tuple[RoleTable, ...] = (
         summary=(Matcher(last_user_starts="Write a summary"),),
         hints=("x-agent-parent", "x-agent-id"),
     ),
-    RoleTable(
-        harness="claude-code",
-        aux=(Matcher(output_format="json_schema", no_tools=True), Matcher(only_tool="web_search")),
-        sub_agent=(Matcher(header="x-claude-code-agent-id"), Matcher(system_contains="cc_is_subagent=true")),
-        summary=(Matcher(last_user_starts="CRITICAL: Respond with TEXT ONLY"),),
-        hints=("x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
-    ),
+    _CLAUDE_CODE,
+    replace(_CLAUDE_CODE, harness="claude-agent-sdk"),  # runs Claude Code
     RoleTable(
         harness="qwen-code",
+        aux=(Matcher(system_contains="managed memory extraction subagent"),),
         sub_agent=(Matcher(system_contains="subagent working for a parent agent"),),
-        summary=(Matcher(system_contains="the component that summarizes a conversation", no_tools=True),),
+        summary=(
+            Matcher(system_contains="the component that summarizes a conversation", no_tools=True),
+            # After an error about the context's length: same system and tools as the main agent.
+            Matcher(last_user_starts="You are the component that summarizes a conversation"),
+        ),
     ),
     RoleTable(
         harness="codex",
@@ -125,6 +133,7 @@ BUILTIN_TABLES: tuple[RoleTable, ...] = (
         hints=("x-session-id", "x-parent-session-id"),
     ),
     RoleTable(harness="mini-swe-agent"),
+    RoleTable(harness="smolagents"),  # its managed agents show nothing that lasts: they count as main
 )
 
 

@@ -1,10 +1,10 @@
 """Recorded calls of a real harness, played through the proxy app as that harness would.
 
-Enters: one run's recorded calls (what was asked, what the model emitted, when, which connection broke) in the form that
-`infra/recordings.py` describes. Leaves: the sealed trajectory and what became of each call. The engine emits exactly the
-recorded blocks as tokens, in the renderer's own format; calls overlap as they did; a connection that broke is a client
-that went away; ids that the proxy minted stand in later requests for the recorded ones. No time passes, nothing is
-random: the same run gives the same tree.
+Enters: one run's recorded calls (what was asked, what the model emitted, when, which connection broke) in the form
+that `infra/recordings.py` describes. Leaves: the sealed trajectory and what became of each call. The engine emits
+exactly the recorded blocks as tokens, in the renderer's own format; calls overlap as they did; a connection that broke
+is a client that went away; ids that the proxy minted stand in later requests for the recorded ones. No time passes,
+nothing is random: the same run gives the same tree.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 
 from gyre_core.engine.fake_model import FakeCall, FakeEngine, fake_logprob
+from gyre_core.proxy.dialects.response_items import policy_name
 from gyre_core.trajectory.tree import Trajectory
 from gyre_core.types import FinishReason, Generation, SamplingParams, VersionSpan
 from tests.support.proxies import ADMIN_HEADERS, Harness, ProxyUnderTest, assert_exact, running_proxy
@@ -100,7 +101,8 @@ def emitted_text(blocks: Sequence[Mapping[str, Any]]) -> str:
             case "text":
                 parts.append(block["text"])
             case "tool":
-                parts.append(f'\n<tool_call>\n{{"name": "{block["name"]}", "arguments": {block["raw"]}}}\n</tool_call>')
+                name = policy_name(block.get("namespace") or "", block["name"])
+                parts.append(f'\n<tool_call>\n{{"name": "{name}", "arguments": {block["raw"]}}}\n</tool_call>')
     return "".join(parts)
 
 
@@ -149,7 +151,7 @@ class Player:
     async def play(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Begin and end the calls in the recorded order."""
         running: dict[int, _Running] = {}
-        for _, starts, row in sorted(_moments(rows), key=lambda moment: moment[:2] + (moment[2]["n"],)):
+        for _, starts, row in sorted(_moments(rows), key=lambda moment: (*moment[:2], moment[2]["n"])):
             if not starts:
                 await self._end(running.pop(row["n"]))
             elif row["method"] != "POST":
@@ -170,6 +172,8 @@ class Player:
         self._engine.arrived.clear()
         outcome = row["response"].get("outcome") or ""
         midway = outcome.startswith(LOST) and bool(row["response"].get("events_sent"))
+        if outcome.startswith(LOST) and not midway:
+            gone.set()  # nothing of the reply reached it
         task = asyncio.create_task(self._send(row, self._body(row), gone, leaves_midway=midway))
         arrival = asyncio.create_task(self._engine.arrived.wait())
         await asyncio.wait({task, arrival}, return_when=asyncio.FIRST_COMPLETED, timeout=20)
@@ -179,8 +183,6 @@ class Player:
     async def _end(self, call: _Running) -> None:
         outcome = call.row["response"].get("outcome") or ""
         lost = outcome.startswith(LOST)
-        if lost and not call.row["response"].get("events_sent"):
-            call.gone.set()
         call.gate.set()
         reply = await call.task
         self.requests["lost" if lost else "answered"] += 1
