@@ -35,6 +35,12 @@ HERE = Path(__file__).resolve().parent
 DEFAULT_FOLDER = HERE.parents[1] / ".harnesses"
 DEFAULT_REGISTRY = "https://registry.npmjs.org"
 FETCH_LIMIT_S = 600  # of one archive (the largest has 172 MB), or of one pip run
+# What npm and pip say when a registry does not answer, or has no such package.
+_NO_REGISTRY = re.compile(
+    r"E40[134]|E50\d|ENOTFOUND|ECONN|EAI_AGAIN|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH|ETARGET|network|connection|timed out|"
+    r"no matching distribution|HTTP error",
+    re.IGNORECASE,
+)
 _MACHINES = {"x86_64": "x64", "aarch64": "arm64"}  # in npm's words
 
 
@@ -172,7 +178,9 @@ def _fetch_by_npm(archive: Archive, scratch: Path) -> Path:
     except subprocess.TimeoutExpired:
         raise UnavailableError(f"`{' '.join(command)}` did not end within {FETCH_LIMIT_S} s") from None
     if done.returncode != 0:
-        raise UnavailableError(f"`{' '.join(command)}` failed: {(done.stderr + done.stdout).strip()[-800:]}")
+        text = (done.stderr + done.stdout).strip()[-800:]
+        kind = UnavailableError if _NO_REGISTRY.search(text) else InstallError
+        raise kind(f"`{' '.join(command)}` failed: {text}")
     found = list(scratch.glob("*.tgz"))
     if len(found) != 1:
         raise InstallError(f"`{' '.join(command)}` left {len(found)} archives")

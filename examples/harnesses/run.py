@@ -1,8 +1,8 @@
 """Runs a real harness against the proxy: `python examples/harnesses/run.py claude-code`.
 
-Enters: a harness's TOML file beside this one (how it is installed and started, what the scripted policy does). Leaves: a
-run in the runs folder that `gyre inspect` reads as any other, the rollout's tree, and one line of JSON. Everything but
-the policy is what a training run uses: the proxy as a process of its own, SGLang's HTTP interface, the sandbox, the
+Enters: a harness's TOML file beside this one (how it is installed and started, what the scripted policy does). Leaves:
+a run in the runs folder that `gyre inspect` reads as any other, the rollout's tree, and one line of JSON. All but the
+policy is what a training run uses: the proxy as a process of its own, SGLang's HTTP interface, the sandbox, the
 verifier, the store. The engine alone is scripted (script.py): it "samples" real token ids of the quickstart policy.
 """
 
@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from install import DEFAULT_FOLDER, Installed, InstallError, harness_names, install, machine, read_harness
+from install import (
+    DEFAULT_FOLDER,
+    Installed,
+    InstallError,
+    UnavailableError,
+    harness_names,
+    install,
+    machine,
+    read_harness,
+)
 from plain import PlainRunner
 from script import Script, ScriptedEngine
 
@@ -48,7 +57,8 @@ POLICY = HERE.parent / "quickstart" / "policy"
 PROBLEMS = HERE / "problems"
 RUNS = HERE.parents[1] / "runs"
 CONTEXT_LENGTH = 2_000_000  # the script does not care, and this small vocabulary makes real system prompts long
-STALL_S = 360.0  # of the "silence" scenario
+STALL_S = 360.0  # of the "silence" scenario: Claude Code and Codex give up after 300 s without keep-alives
+KEEPALIVE_S = 15.0  # the proxy's default
 POLICY_VERSION = 1
 
 
@@ -68,7 +78,7 @@ def run_config(name: str, scenario: str, installed: Installed, runs_dir: Path) -
         if isinstance(value, list):
             return [fill(item) for item in value]
         for place, path in places.items():
-            value = value.replace(place, path)
+            value = value.replace(place, str(path))
         return value
 
     tree = {
@@ -85,7 +95,7 @@ def run_config(name: str, scenario: str, installed: Installed, runs_dir: Path) -
 
 
 @contextlib.contextmanager
-def running_proxy(folder: RunFolder, config: RunConfig) -> Iterator[tuple[str, str]]:
+def running_proxy(folder: RunFolder, config: RunConfig, keepalive_s: float) -> Iterator[tuple[str, str]]:
     """A proxy process; gives its url and secret."""
     settings = ProxySettings(
         port=free_port(),
@@ -93,6 +103,7 @@ def running_proxy(folder: RunFolder, config: RunConfig) -> Iterator[tuple[str, s
         model_path=config.model.path,
         context_length=config.model.context_length,
         journal_dir=folder.journal,
+        keepalive_s=keepalive_s,
     )
     url = f"http://{settings.host}:{settings.port}"
     path = folder.work / "proxy.json"
@@ -116,6 +127,7 @@ async def run_harness(
     installed: Installed,
     runs_dir: Path,
     stall_s: float = STALL_S,
+    keepalive_s: float = KEEPALIVE_S,
     sandboxed: bool = True,
     keep: bool = False,
 ) -> dict[str, Any]:
@@ -141,7 +153,7 @@ async def run_harness(
     )
     sandbox, sandbox_name = _sandbox(sandboxed)
     started = time.monotonic()
-    with FakeEngineServer(engine) as server, running_proxy(folder, config) as (url, secret):
+    with FakeEngineServer(engine) as server, running_proxy(folder, config, keepalive_s) as (url, secret):
         async with ProxyAdmin(url, secret) as admin:
             await admin.set_engines([EngineEntry(url=server.url, slots=16)], POLICY_VERSION)
             finished = await run_rollout(
@@ -226,13 +238,15 @@ def _healthy(url: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 when the harness ran, its work got full marks and the record is exact; 3: it cannot be installed."""
+    """Exit code 0: the harness ran, its work got full marks and the record is exact. 3: it cannot be had here (no
+    registry, no Node, no build for this platform). 4: its installation failed."""
     parser = argparse.ArgumentParser(description="Run a real harness against the proxy and a scripted engine.")
     parser.add_argument("harness", choices=harness_names())
     parser.add_argument("--scenario", default="tour", choices=sorted(path.name for path in PROBLEMS.iterdir()))
     parser.add_argument("--runs-dir", type=Path, default=RUNS)
     parser.add_argument("--install-dir", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--stall-s", type=float, default=STALL_S, help="length of the silence (scenario silence)")
+    parser.add_argument("--keepalive-s", type=float, default=KEEPALIVE_S, help="the proxy's longest silence")
     parser.add_argument("--no-sandbox", action="store_true", help="run the harness without walls")
     parser.add_argument("--keep", action="store_true", help="keep the workspace and the harness's log")
     arguments = parser.parse_args(argv)
@@ -241,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
         installed = install(arguments.harness, arguments.install_dir)
     except InstallError as error:
         print(f"{arguments.harness} cannot be installed: {error}", file=sys.stderr)
-        return 3
+        return 3 if isinstance(error, UnavailableError) else 4
     try:
         summary = asyncio.run(
             run_harness(
@@ -250,6 +264,7 @@ def main(argv: list[str] | None = None) -> int:
                 installed=installed,
                 runs_dir=arguments.runs_dir.absolute(),
                 stall_s=arguments.stall_s if arguments.scenario == "silence" else 0.0,
+                keepalive_s=arguments.keepalive_s,
                 sandboxed=not arguments.no_sandbox,
                 keep=arguments.keep,
             )

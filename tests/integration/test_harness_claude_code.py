@@ -1,0 +1,31 @@
+"""The real Claude Code in front of the proxy process: the Messages API, streamed."""
+
+from pathlib import Path
+
+import pytest
+
+from gyre_core.types import Role
+from tests.support.harnesses import assert_recorded, assert_steps, assert_survived_silence, run_harness
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(700)]
+
+
+def test_claude_code_tour_shows_a_sub_agent_and_a_compaction(tmp_path: Path) -> None:
+    run = run_harness("claude-code", "tour", tmp_path, timeout_s=680)  # with the installation
+    # After a compaction it repeats its newest assistant turn behind the summary: known tokens at a new place.
+    assert_recorded(run, {"main": 7, "main-summary": 1, "sub-agent": 2}, {"clean": 9, "forked": 1})
+    assert_steps(run, Role.MAIN, "main", 7)
+    assert_steps(run, Role.SUB_AGENT, "sub", 2)
+    assert run.summary["branches"] == {"main": 2, "main-summary": 1, "sub-agent": 1}
+    assert (run.workspace / "sub.txt").read_text() == "sub\n"
+
+
+def test_claude_code_silent_engine_is_waited_for(tmp_path: Path) -> None:
+    run = run_harness("claude-code", "silence", tmp_path, "--stall-s", "4", "--keepalive-s", "0.5", timeout_s=680)
+    assert_survived_silence(run, stall_s=4, keepalive_s=0.5)
+
+
+@pytest.mark.slow
+def test_claude_code_six_minutes_of_silence_are_waited_for(tmp_path: Path) -> None:
+    run = run_harness("claude-code", "silence", tmp_path, timeout_s=680)
+    assert_survived_silence(run, stall_s=360, keepalive_s=15)

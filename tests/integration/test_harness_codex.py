@@ -1,0 +1,31 @@
+"""The real Codex in front of the proxy process: the Responses API, streamed, with namespaced tools."""
+
+from pathlib import Path
+
+import pytest
+
+from gyre_core.types import Role
+from tests.support.harnesses import assert_recorded, assert_steps, assert_survived_silence, run_harness
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(700)]
+
+
+def test_codex_tour_shows_a_sub_agent_and_a_compaction(tmp_path: Path) -> None:
+    run = run_harness("codex", "tour", tmp_path, timeout_s=680)  # with the installation
+    # Its compaction call offers no tools, so the whole history is rendered anew.
+    assert_recorded(run, {"main": 8, "main-summary": 1, "sub-agent": 2}, {"clean": 10, "forked": 1})
+    assert_steps(run, Role.MAIN, "main", 8)
+    assert_steps(run, Role.SUB_AGENT, "sub", 2)
+    assert run.summary["branches"] == {"main": 2, "main-summary": 1, "sub-agent": 1}
+    assert (run.workspace / "sub.txt").read_text() == "sub\n"
+
+
+def test_codex_silent_engine_is_waited_for(tmp_path: Path) -> None:
+    run = run_harness("codex", "silence", tmp_path, "--stall-s", "4", "--keepalive-s", "0.5", timeout_s=680)
+    assert_survived_silence(run, stall_s=4, keepalive_s=0.5)
+
+
+@pytest.mark.slow
+def test_codex_six_minutes_of_silence_are_waited_for(tmp_path: Path) -> None:
+    run = run_harness("codex", "silence", tmp_path, timeout_s=680)
+    assert_survived_silence(run, stall_s=360, keepalive_s=15)
