@@ -180,7 +180,8 @@ def test_tool_choice_is_read(choice: Any, read: tuple[str, str]) -> None:
 def test_what_has_no_machine_here_is_told_to_the_counters() -> None:
     form = {"format": {"type": "json_object"}}
     assert request(tools=[{"type": "web_search"}], text=form).ignored_options == ("hosted_tools", "output_format")
-    assert request(tools=[{"type": "custom", "name": "js"}]).ignored_options == ()
+    assert request(tools=[{"type": "custom", "name": "js"}], top_p=1.0).ignored_options == ()
+    assert request(reasoning={"effort": "high"}, top_p=0.5).ignored_options == ("top_p", "reasoning_effort")
 
 
 def test_facts_hold_what_role_tables_ask_for() -> None:

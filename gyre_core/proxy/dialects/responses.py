@@ -3,11 +3,12 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from gyre_core.proxy.conversation import ChatRequest, Reply, require
+from gyre_core.proxy.dialects.options import ToolChoice, ignored_options
 from gyre_core.proxy.dialects.parsing import (
     last_user,
     number,
@@ -53,6 +54,13 @@ _ECHOED: Json = {  # fields of a request that its response repeats, with the API
     "top_p": 1.0,
     "truncation": "disabled",
     "user": None,
+}
+
+_IGNORED: Mapping[str, tuple[Any, ...]] = {  # as in options.py
+    "top_p": (1,),
+    "top_logprobs": (0,),
+    "max_tool_calls": (),
+    "truncation": ("disabled",),
 }
 
 
@@ -104,7 +112,7 @@ class ResponsesDialect:
             tool_choice=tool_choice,
             tool_name=tool_name,
             single_tool_call=body.get("parallel_tool_calls") is False,
-            ignored_options=_ignored(raw_tools, output_format),
+            ignored_options=_ignored(body, raw_tools, reasoning, output_format),
             facts=RequestFacts(
                 headers=headers,
                 system=_system_facts(messages),
@@ -251,7 +259,7 @@ def _output_format(text: Any) -> str:
     return str(kind) if kind and kind != "text" else ""
 
 
-def _tool_choice(choice: Any, offered: Mapping[str, OfferedTool]) -> tuple[Literal["auto", "none", "required"], str]:
+def _tool_choice(choice: Any, offered: Mapping[str, OfferedTool]) -> tuple[ToolChoice, str]:
     """How far the policy is free, and the policy's name of the tool that must be called, "" for any."""
     form = choice if isinstance(choice, dict) else {}
     if form.get("type") in ("function", "custom"):
@@ -262,10 +270,14 @@ def _tool_choice(choice: Any, offered: Mapping[str, OfferedTool]) -> tuple[Liter
     return ("none", "") if mode == "none" else ("required", "") if mode == "required" else ("auto", "")
 
 
-def _ignored(tools: list[Json], output_format: str) -> tuple[str, ...]:
-    """What was asked for and has no machine here."""
+def _ignored(body: Json, tools: list[Json], reasoning: Json, output_format: str) -> tuple[str, ...]:
     hosted = any((tool.get("type") or "function") not in ("function", "custom", "namespace") for tool in tools)
-    return ("hosted_tools",) * hosted + ("output_format",) * bool(output_format)
+    return (
+        *ignored_options(body, _IGNORED),
+        *("hosted_tools",) * hosted,
+        *("reasoning_effort",) * (reasoning.get("effort") is not None),
+        *("output_format",) * bool(output_format),
+    )
 
 
 def _echo(body: Json, reasoning: Json) -> Json:
