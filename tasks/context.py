@@ -10,6 +10,7 @@ from gyre_core.config import RunConfig
 from gyre_core.grading.problems import Problem
 from gyre_core.metrics import MetricsWriter
 from gyre_core.pictures import CellSpan
+from gyre_core.rollout.keep import WorkspaceKeeper
 from gyre_core.rollout.sandbox import Sandbox
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store
@@ -65,6 +66,7 @@ class RunContext:
         self.progress = progress
         self.reporter = reporter
         self.metrics = metrics
+        self.keeper = WorkspaceKeeper(store, config.grading)
         self.policy_version = policy_version
         self.cell_version = policy_version
         self.decisions: list[dict[str, Any]] = []

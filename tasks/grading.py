@@ -24,6 +24,7 @@ def grade_rollout(run: RunContext, executed: Box[ExecutedRollout]) -> Box[Finish
             grading=run.config.grading,
             rollout=run.config.rollout,
             sandbox=run.sandbox,
+            keeper=run.keeper,
         )
 
     finished = asyncio.run(work())

@@ -6,7 +6,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from gyre_core.proxy.admin_client import ProxyAdmin
+from gyre_core.proxy.pool import ProxyPool
 from gyre_core.rollout.dispatch import plan_groups, problems_of_step
 from gyre_core.rollout.runner import ExecutedRollout
 from gyre_core.rollout.runner import execute_rollout as execute
@@ -34,10 +34,13 @@ def dispatch_rollouts(run: RunContext, step: int, step_label: int) -> Box[list[t
 
 @task(name="execute_rollout", task_run_name="{spec.label}", cache_policy=NO_CACHE, tags=["rollout"])
 def execute_rollout(run: RunContext, spec: RolloutSpec) -> Box[ExecutedRollout]:
-    """Run one harness in its sandbox against the proxy; a bad rollout comes back as data."""
+    """Run one harness in its sandbox against the proxy; a bad rollout comes back as data.
+
+    A proxy that is gone for good is no rollout's fault: it raises ProxyError, which ends the run.
+    """
 
     async def work() -> ExecutedRollout:
-        async with ProxyAdmin(run.services.proxy_url, run.services.proxy_secret) as proxy:
+        async with ProxyPool(run.services.proxies) as proxy:
             return await execute(
                 spec,
                 run.problem(spec.problem_id),
@@ -47,7 +50,9 @@ def execute_rollout(run: RunContext, spec: RolloutSpec) -> Box[ExecutedRollout]:
                 workdir=run.workspace_root(spec.rollout_id),
             )
 
-    return Box(asyncio.run(work()), label=spec.label)
+    executed = asyncio.run(work())
+    run.services.proxies.check()
+    return Box(executed, label=spec.label)
 
 
 def _sampled_at(run: RunContext, spec: RolloutSpec) -> Any:

@@ -14,6 +14,7 @@ from gyre_core.config import RunConfig
 from gyre_core.errors import StoreError
 from gyre_core.grading.inputs import check_inputs
 from gyre_core.metrics import MetricsWriter
+from gyre_core.proxy.journal import journal_rollout
 from gyre_core.rollout.sandbox import Sandbox
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store
@@ -93,7 +94,20 @@ def hidden_folders(config: RunConfig, folder: RunFolder) -> list[Path]:
 
 
 def _clear_leftovers(folder: RunFolder) -> None:
-    """Workspaces and proxy journals of rollouts that a killed process left: their groups were not committed."""
+    """Workspaces and proxy sessions of rollouts that a killed process left: their groups were not committed.
+
+    All journals go, whichever process wrote them: the run may go on with another number of processes, and what was not
+    committed is dispatched afresh.
+    """
+    sessions = list(folder.journal.rglob("*.journal"))
+    if sessions:
+        rollouts = sorted(rollout for path in sessions if (rollout := journal_rollout(path)))
+        logger.info(
+            "dropped %d proxy sessions of rollouts that had not finished, which start afresh: %s%s",
+            len(sessions),
+            ", ".join(rollouts[:8]),
+            ", ..." if len(rollouts) > 8 else "",
+        )
     for path in (folder.work, folder.journal):
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True, exist_ok=True)

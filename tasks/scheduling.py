@@ -6,7 +6,7 @@ from dataclasses import asdict
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from gyre_core.proxy.admin_client import ProxyAdmin
+from gyre_core.proxy.pool import ProxyPool
 from gyre_core.proxy.settings import EngineEntry
 from gyre_core.scheduler.cell import CellState
 from gyre_core.scheduler.policy import POLICIES, CellView, Move, Snapshot
@@ -48,7 +48,7 @@ def rebalance_cells(
 
 
 def open_engines(run: RunContext) -> None:
-    """Let the proxy send calls to the cell's engine, at the published version."""
+    """Let the proxies send calls to the cell's engine, at the published version."""
     status = run.services.cell.status()
     slots = run.config.rollout.slots
     _set_engines(run, [EngineEntry(url=status["engine_url"], slots=slots, api_key=status["engine_key"])])
@@ -67,7 +67,7 @@ def _apply(run: RunContext, move: Move, *, epoch: int) -> None:
 
 def _set_engines(run: RunContext, engines: list[EngineEntry]) -> None:
     async def work() -> None:
-        async with ProxyAdmin(run.services.proxy_url, run.services.proxy_secret) as proxy:
+        async with ProxyPool(run.services.proxies) as proxy:
             await proxy.set_engines(engines, policy_version=run.cell_version)
 
     run_async(work)

@@ -51,6 +51,8 @@ class CompleteGroup:
     branch_tokens: int = 0  # what flat storage of their branches would hold
     staleness_max: int = 0
     commit_seq: int = -1
+    workspaces_kept: int = 0  # archived in the store
+    workspaces_dropped: dict[str, str] = field(default_factory=dict)  # those that should be, and why they are not
 
 
 @task(name="process_rollout", task_run_name="{finished.label} / process", cache_policy=NO_CACHE, tags=["process"])
@@ -107,6 +109,9 @@ def _completed(run: RunContext, group_id: str, processed: Sequence[ProcessedRoll
     )
     branches = built.branches if training else ()
     rewards = [rollout.grade.reward for rollout in rollouts]
+    # A rollout that is read back was committed with its reason; the repeated commit below changes nothing.
+    reasons = {rollout.spec.rollout_id: getattr(rollout, "workspace_dropped", "") for rollout in rollouts}
+    workspaces_dropped = {rollout_id: reason for rollout_id, reason in reasons.items() if reason}
     record = {
         "group_id": group_id,
         "problem_id": rollouts[0].spec.problem_id,
@@ -117,6 +122,7 @@ def _completed(run: RunContext, group_id: str, processed: Sequence[ProcessedRoll
         "rewards_by_rollout": {rollout.spec.rollout_id: rollout.grade.reward for rollout in rollouts},
         "unique_tokens": sum(item.unique_tokens for item in processed),
         "branch_tokens": sum(item.branch_tokens for item in processed),
+        "workspaces_dropped": workspaces_dropped,
     }
     kind = "group" if training else "heldout-group"
     commit = run.store.commit_rollouts(kind, rollouts, branches, record, token=group_id)
@@ -136,4 +142,6 @@ def _completed(run: RunContext, group_id: str, processed: Sequence[ProcessedRoll
             staleness(trainer_version=version, dispatch_version=rollout.spec.dispatch_version) for rollout in rollouts
         ),
         commit_seq=commit.seq,
+        workspaces_kept=sum(rollout.workspace_ref != "" for rollout in rollouts),
+        workspaces_dropped=dict(commit.record.get("workspaces_dropped", {})),
     )

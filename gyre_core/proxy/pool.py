@@ -5,9 +5,9 @@ uses a `ProxyPool` need not know how many there are. `Shards` is what all pools 
 process has which session, and which engines each was told last.
 
 Rules: a session goes to the first process in its rollout's rendezvous order that has not yet its part of the open
-sessions, and stays there. Each engine's slots are split as evenly as whole numbers go, so that all processes together
-never call an engine more often than its slots allow. A process that was restarted knows no engines: `repeat_engines`
-tells it again. Verbs that met a process while it was down are tried again.
+sessions (a part as large as its part of the slots), and stays there. Each engine's slots are split as evenly as whole
+numbers go, so that all processes together never call an engine more often than its slots allow. A process that was
+restarted knows no engines: `repeat_engines` tells it again. Verbs that met a process while it was down are tried again.
 """
 
 import asyncio
@@ -98,6 +98,7 @@ class Shards:
             raise ValueError("a run needs at least one proxy process")
         self._lock = threading.Lock()
         self._open = [0] * len(self.addresses)  # sessions, those being made included
+        self._parts = [1] * len(self.addresses)  # slots of each process, all engines together
         self._sessions: dict[str, int] = {}
         self._restarts = [0] * len(self.addresses)
         self._lost: dict[int, str] = {}
@@ -120,12 +121,12 @@ class Shards:
         """Take a place for a session; `release` gives it back.
 
         By the hash alone the fullest of four processes has three or four of eight sessions; the bound keeps it to two,
-        so that equal parts of the slots are enough for all.
+        so that its part of the slots is enough for all.
         """
         with self._lock:
-            bound = -(-(sum(self._open) + 1) // len(self._open))
+            sessions, slots = sum(self._open) + 1, sum(self._parts)
             order = rendezvous_order(rollout_id, len(self._open))
-            index = next(i for i in order if self._open[i] < bound)
+            index = next(i for i in order if self._open[i] < -(-sessions * self._parts[i] // slots))
             self._open[index] += 1
             return index
 
@@ -181,6 +182,10 @@ class Shards:
     def record_engines(self, updates: list[EnginesUpdate]) -> None:
         """What the processes are to know; call it while `telling`."""
         self._updates = updates
+        parts = [sum(engine.slots for engine in update.engines) for update in updates]
+        if any(parts):
+            with self._lock:
+                self._parts = parts
 
     def engines_of(self, index: int) -> EnginesUpdate | None:
         """What a process is to know, None before the first update; call it while `telling`."""

@@ -124,8 +124,10 @@ class ProxySupervisor:
         """The processes' ids now."""
         return [proxy.pid for proxy in self._proxies]
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until all answer, then watch them; raises ProxyError with the log's tail when one does not start."""
+        if timeout_s is None:
+            timeout_s = 60.0 + 5.0 * len(self._proxies)  # they share the machine's cores
         for proxy in self._proxies:
             proxy.wait_ready(self.shards, timeout_s)
         for proxy in self._proxies:

@@ -81,8 +81,8 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> Rollouts:
     made = Rollouts()
     monkeypatch.setattr("tasks.rollouts.execute", made.execute)
     monkeypatch.setattr("tasks.grading.grade", made.grade)
-    monkeypatch.setattr("tasks.rollouts.ProxyAdmin", NoAdmin)
-    monkeypatch.setattr("tasks.scheduling.ProxyAdmin", NoAdmin)
+    monkeypatch.setattr("tasks.rollouts.ProxyPool", NoAdmin)
+    monkeypatch.setattr("tasks.scheduling.ProxyPool", NoAdmin)
     monkeypatch.setattr(NoAdmin, "engines", [])
     return made
 

@@ -78,9 +78,17 @@ def test_split_engines_leaves_out_an_engine_without_a_slot_and_keeps_its_key() -
     assert first.policy_version == second.policy_version == 7
 
 
-@given(st.lists(st.one_of(st.text(min_size=1, max_size=8), st.integers(0, 100)), max_size=80), st.integers(1, 9))
-def test_place_never_gives_a_process_more_than_its_part(events: list[str | int], number: int) -> None:
+@given(
+    st.lists(st.one_of(st.text(min_size=1, max_size=8), st.integers(0, 100)), max_size=80),
+    st.integers(1, 9),
+    st.integers(0, 40),
+)
+def test_place_never_gives_a_process_more_than_its_part(events: list[str | int], number: int, more: int) -> None:
     shards = make_shards(number)
+    slots = number + more
+    updates = split_engines([EngineEntry(url="http://e", slots=slots)], 0, number)
+    shards.record_engines(updates)
+    shards.record_engines(split_engines([], 0, number))  # engines that are away do not change the parts
     sessions: list[str] = []
     for at, event in enumerate(events):
         if isinstance(event, str):
@@ -88,7 +96,10 @@ def test_place_never_gives_a_process_more_than_its_part(events: list[str | int],
             shards.opened(f"session-{at}", index)
             sessions.append(f"session-{at}")
             assert shards.find(f"session-{at}") == index
-            assert shards.open_sessions[index] <= -(-len(sessions) // number)
+            part = updates[index].engines[0].slots
+            assert shards.open_sessions[index] <= -(-len(sessions) * part // slots)
+            if len(sessions) <= slots:
+                assert shards.open_sessions[index] <= part, "as many sessions as slots: none shares a slot"
         elif sessions:
             session_id = sessions.pop(event % len(sessions))
             shards.closed(session_id)

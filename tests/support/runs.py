@@ -8,6 +8,7 @@ import numpy as np
 
 from gyre_core.config import RunConfig, parse_run_config
 from gyre_core.metrics import MetricsWriter
+from gyre_core.proxy.pool import ProxyAddress, Shards
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store
 from gyre_core.trajectory.tree import Trajectory, TrajectoryTree
@@ -102,7 +103,7 @@ class FakeReporter:
 
 class FakeServices:
     def __init__(self, cell: FakeCell) -> None:
-        self.cell, self.proxy_url, self.proxy_secret = cell, "http://127.0.0.1:1", "secret"
+        self.cell, self.proxies = cell, Shards([ProxyAddress(url="http://127.0.0.1:1", secret="secret")])
 
 
 def small_config(folder: Path, **overrides: Any) -> RunConfig:
