@@ -199,7 +199,7 @@ class Session:
 
     async def _run(self, call: RunningCall, request: ChatRequest, dialect: Dialect, digest: bytes, index: int) -> Reply:
         """Make a call, within the session's time."""
-        timeout = asyncio.timeout(self._time_left_s())
+        timeout = asyncio.timeout(self.time_left_s())
         try:
             async with timeout:
                 return await self._make(call, request, dialect, digest, index)
@@ -339,8 +339,7 @@ class Session:
         limits = self.settings.limits
         if self._recorder.num_calls + len(self._running) >= limits.max_calls:
             raise Refusal(RefusalKind.FORBIDDEN, f"this session used up its {limits.max_calls} calls")
-        if self._time_left_s() <= 0:
-            raise self._out_of_time()
+        self.check_time()
         if len(self._running) >= limits.max_in_flight:
             self.count("limited_in_flight")
             raise Refusal(
@@ -348,7 +347,13 @@ class Session:
             )
         self._token_budget()
 
-    def _time_left_s(self) -> float:
+    def check_time(self) -> None:
+        """Raise Refusal when the session's time is over."""
+        if self.time_left_s() <= 0:
+            raise self._out_of_time()
+
+    def time_left_s(self) -> float:
+        """Seconds in which the session may still sample; negative ones when its time is over."""
         return self._created_s + self.settings.limits.max_time_s - self._clock.now_s()
 
     def _out_of_time(self) -> Refusal:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import orjson
 
 from gyre_core.proxy.conversation import ChatRequest, Message, Reply, ToolCall
 from gyre_core.proxy.dialects.base import Dialect
 from gyre_core.proxy.refusal import bad_request
-from gyre_core.proxy.render import PromptRenderer, check_vocabulary
+from gyre_core.proxy.render import ParsedReply, PromptRenderer, check_vocabulary
 from gyre_core.proxy.splice import TAIL_TOKENS, NewMessages, assemble
 from gyre_core.trajectory.recorder import Plan, Recorder
 from gyre_core.types import FinishReason, Generation, Json, Substitution, TokenIds
@@ -41,7 +42,7 @@ async def build_prompt(
         if anchor is not None:
             new = _new_messages(request, plan, starts)
             history = partial(_known_messages, request, plan)
-            tail = recorder.tree.tail_ids(anchor.prompt_node, TAIL_TOKENS).tolist()
+            tail = recorder.tree.tail_ids(anchor.prompt_node, TAIL_TOKENS)[-TAIL_TOKENS:].tolist()
             added: list[int] | None = None
             if plan.bridgeable and new:
                 messages = [message for _, message in new]
@@ -134,7 +135,8 @@ def build_reply(
 ) -> Reply:
     """What the harness is told of an output; oddities are added to `counts`."""
     parsed = renderer.parse(generation.output_ids.tolist(), request.tools, prompt.ids[-TAIL_TOKENS:].tolist())
-    text, tool_calls, stop_sequence = parsed.text, parsed.tool_calls, ""
+    text, tool_calls = _chosen(parsed, request, counts)
+    stop_sequence = ""
     if parsed.num_malformed:
         counts["malformed_tool_calls"] += parsed.num_malformed
     if generation.finish_reason is FinishReason.STOP and (generation.output_ids[-1] not in renderer.stop_token_ids):
@@ -160,6 +162,24 @@ def build_reply(
         reasoning_tokens=parsed.reasoning_tokens,
         created_s=now_s,
     )
+
+
+def _chosen(parsed: ParsedReply, request: ChatRequest, counts: Counter[str]) -> tuple[str, Sequence[tuple[str, Json]]]:
+    """Text and tool calls as the request's tool options allow them to be delivered (decision 9)."""
+    text, calls = parsed.text, parsed.tool_calls
+    allowed = 0 if request.tool_choice == "none" else 1 if request.single_tool_call else len(calls)
+    if len(calls) > allowed:
+        counts["tool_calls_withheld"] += len(calls) - allowed
+    if calls and not allowed:  # what the policy wanted stays readable
+        written = [orjson.dumps({"name": name, "arguments": arguments}).decode() for name, arguments in calls]
+        text = "\n".join([text, *written] if text else written)
+    calls = calls[:allowed]
+    wanted = request.tool_name
+    if request.tool_choice == "required" and not any(not wanted or name == wanted for name, _ in calls):
+        counts["option_ignored_tool_choice"] += 1
+    for name in request.ignored_options:
+        counts[f"option_ignored_{name}"] += 1
+    return text, calls
 
 
 def _cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
