@@ -7,14 +7,14 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from gyre_core.types import Generation, SamplingParams
+from gyre_core.types import Generation, SamplingParams, TokenIds
 
 
 class EngineClient(Protocol):
     """One engine. Calls may overlap; each has its own `rid`."""
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, cache_salt: str = ""
+        self, input_ids: Sequence[int] | TokenIds, params: SamplingParams, *, rid: str, cache_salt: str = ""
     ) -> Generation:
         """Sample a continuation of `input_ids`.
 

@@ -15,7 +15,7 @@ import orjson
 import xxhash
 
 from gyre_core.errors import EngineError
-from gyre_core.types import FinishReason, Generation, Json, SamplingParams, VersionSpan
+from gyre_core.types import FinishReason, Generation, Json, SamplingParams, TokenIds, VersionSpan
 
 Output = Sequence[int]
 Script = Iterable[Output] | Callable[[list[int]], Output]
@@ -77,12 +77,12 @@ class FakeEngine:
     # EngineClient
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, cache_salt: str = ""
+        self, input_ids: Sequence[int] | TokenIds, params: SamplingParams, *, rid: str, cache_salt: str = ""
     ) -> Generation:
         """As the protocol says; planned failures are retryable EngineErrors."""
         if (status := self.next_failure()) is not None:
             raise EngineError(f"fake engine: planned failure {status}", retryable=status == 0 or status >= 429)
-        ids = list(input_ids)
+        ids: list[int] = np.asarray(input_ids).tolist()
         if not ids or not all(0 <= i < self.vocab_size for i in ids):
             raise ValueError("fake engine: ids are missing or outside the vocabulary")
         fields = {"max_new_tokens": params.max_new_tokens, "stop_token_ids": list(params.stop_token_ids)}

@@ -11,16 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import httpx
+import numpy as np
+import orjson
 
 from gyre_core.engine.replies import error_message, parse_generation
 from gyre_core.errors import EngineError
-from gyre_core.types import Generation, Json, SamplingParams
+from gyre_core.types import Generation, Json, SamplingParams, TokenIds
 
 CONNECT_TIMEOUT_S = 5.0  # one machine or one cluster network: an engine that lives accepts at once
 CONTROL_TIMEOUT_S = 60.0  # control verbs; measured in milliseconds
 WEIGHTS_TIMEOUT_S = 1800.0  # reading or hashing all weights: proportional to their size, minutes for the largest models
 ABORT_TIMEOUT_S = 2.0  # of the courtesy abort after a cancelled or timed-out call; measured 3 ms
 BUSY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})  # the engine's trouble, not the call's
+
+_CALL_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+_JSON_HEADERS = {"content-type": "application/json"}
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
@@ -75,20 +80,23 @@ class SGLangClient:
         await self._http.aclose()
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, cache_salt: str = ""
+        self, input_ids: Sequence[int] | TokenIds, params: SamplingParams, *, rid: str, cache_salt: str = ""
     ) -> Generation:
         """See `EngineClient.generate`. Output ids end with the stop token when one was sampled.
 
         Stop strings need a server with a tokenizer (`SGLangServer(..., tokenizer=True)`, the default).
         """
-        body = {"rid": rid, "input_ids": self._check_ids(input_ids), "return_logprob": True}
+        body: Json = {"rid": rid, "input_ids": self._check_ids(input_ids), "return_logprob": True}
         body["sampling_params"] = sampling_body(params)
         if cache_salt:
             body["cache_salt"] = cache_salt
         try:
             async with asyncio.timeout(self.timeout_s):
                 reply = await self._http.post(
-                    "/generate", json=body, timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+                    "/generate",
+                    content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),  # 20 times quicker than from a list
+                    headers=_JSON_HEADERS,
+                    timeout=_CALL_TIMEOUT,
                 )
         except asyncio.CancelledError:
             await self._abort_quietly(rid)
@@ -199,12 +207,17 @@ class SGLangClient:
             return False
         return reply.status_code == 200
 
-    def _check_ids(self, input_ids: Sequence[int]) -> list[int]:
-        """Plain ints for JSON. One id outside the embedding kills the whole server, so none is ever sent."""
-        ids = [int(token) for token in input_ids]
-        if not ids:
+    def _check_ids(self, input_ids: Sequence[int] | TokenIds) -> np.ndarray:
+        """An array for orjson. One id outside the embedding kills the whole server, so none is ever sent."""
+        try:
+            ids = np.ascontiguousarray(input_ids)
+        except OverflowError as error:
+            raise ValueError("an input id has more than 64 bits") from error
+        if not ids.size:
             raise ValueError("a call needs at least one input id")
-        low, high = min(ids), max(ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"input ids must be integers, one after another, not an array of {ids.dtype}")
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
                 f"input id {low if low < 0 else high} is outside the engine's vocabulary of {self.vocab_size} ids"
@@ -243,7 +256,7 @@ class SGLangClient:
         if reply.status_code != 200:
             raise self._refusal(reply, what)
         try:
-            data = reply.json()
+            data = _parsed(reply)
         except ValueError as error:
             raise EngineError(f"engine {self.url} answered {what} with no JSON: {reply.text[:200]!r}") from error
         if not isinstance(data, dict):
@@ -255,6 +268,13 @@ class SGLangClient:
             f"engine {self.url} refused {what} with status {reply.status_code}: {error_message(reply.text)}",
             retryable=reply.status_code in BUSY_STATUS,
         )
+
+
+def _parsed(reply: httpx.Response) -> object:
+    try:
+        return orjson.loads(reply.content)
+    except orjson.JSONDecodeError:
+        return reply.json()  # NaN, which is not JSON and which some servers write
 
 
 def sampling_body(params: SamplingParams) -> Json:

@@ -61,7 +61,7 @@ class Sampler:
             failed = False
             try:
                 generation = await self._client(grant).generate(
-                    np.concatenate([prompt_ids, *(part.output_ids for part in parts)]).tolist(),
+                    np.concatenate([prompt_ids, *(part.output_ids for part in parts)]) if parts else prompt_ids,
                     replace(
                         params,
                         max_new_tokens=params.max_new_tokens - num_done,

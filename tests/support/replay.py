@@ -21,7 +21,7 @@ import orjson
 from gyre_core.engine.fake_model import FakeCall, FakeEngine, fake_logprob
 from gyre_core.proxy.dialects.response_items import policy_name
 from gyre_core.trajectory.tree import Trajectory
-from gyre_core.types import FinishReason, Generation, SamplingParams, VersionSpan
+from gyre_core.types import FinishReason, Generation, SamplingParams, TokenIds, VersionSpan
 from tests.support.proxies import ADMIN_HEADERS, Harness, ProxyUnderTest, assert_exact, running_proxy
 from tests.support.tokenizer import VOCAB_SIZE, encode
 
@@ -58,7 +58,7 @@ class Replayed:
             "counters": {
                 name: value
                 for name, value in self.trajectory.counters.items()
-                if value and not name.startswith(("substitution_", "temperature_", "roles_"))
+                if value and name.startswith(("splice_", "retries_", "malformed_", "empty_"))
             },
         }
 
@@ -72,12 +72,12 @@ class ReplayEngine(FakeEngine):
         self.next: tuple[list[int], FinishReason, asyncio.Event] | None = None
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, cache_salt: str = ""
+        self, input_ids: Sequence[int] | TokenIds, params: SamplingParams, *, rid: str, cache_salt: str = ""
     ) -> Generation:
         """The planned output of the call that was launched last."""
         assert self.next is not None, "the proxy sampled a call that the driver did not launch"
         (output, reason, gate), self.next = self.next, None
-        call = FakeCall(rid=rid, input_ids=list(input_ids), sampling_params={}, cache_salt=cache_salt)
+        call = FakeCall(rid=rid, input_ids=np.asarray(input_ids).tolist(), sampling_params={}, cache_salt=cache_salt)
         call.output_ids = output
         self.calls.append(call)
         self.arrived.set()
