@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import time
 import uuid
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from gyre_core.errors import StoreConflictError, StoreError
-from gyre_core.store.storage import ObjectMissingError, check_key
+from gyre_core.store.storage import ObjectMissingError, StoredObject, check_key
 
 _LEFTOVER_AGE_S = 24 * 3600.0  # a draft this old belongs to no living writer
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -89,13 +90,19 @@ class LocalStorage:
         except OSError as error:
             raise self._read_error(key, error) from error
 
-    def list_keys(self, prefix: str) -> list[str]:
+    def list_objects(self, prefix: str) -> list[StoredObject]:
         folder = self._root / check_key(prefix)
-        paths = (path for path in folder.rglob("*") if path.is_file())
+        found = []
         try:
-            return sorted(path.relative_to(self._root).as_posix() for path in paths)
+            for path in folder.rglob("*"):
+                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                    status = path.stat()
+                    if stat.S_ISREG(status.st_mode):
+                        key = path.relative_to(self._root).as_posix()
+                        found.append(StoredObject(key=key, size_bytes=status.st_size, modified_s=status.st_mtime))
         except OSError as error:
             raise self._read_error(prefix, error) from error
+        return sorted(found, key=lambda item: item.key)
 
     def delete(self, key: str) -> None:
         try:

@@ -110,7 +110,7 @@ def encode_manifest(
         "created_s": created_s,
         "previous_sha256": previous_sha256,
         "record": record,
-        "tables": {name: [_ref_json(ref) for ref in refs] for name, refs in tables.items()},
+        "tables": {name: [ref_json(ref) for ref in refs] for name, refs in tables.items()},
     }
     if blobs:
         body["blobs"] = [asdict(blob) for blob in blobs]
@@ -133,7 +133,7 @@ def decode_manifest(data: bytes, *, key: str) -> Commit:
     if document.get("sha256") != sha256:
         raise StoreError(f"{key} was changed after it was written: its checksum differs")
     try:
-        tables = {name: tuple(_ref_from_json(ref) for ref in refs) for name, refs in body["tables"].items()}
+        tables = {name: tuple(ref_from_json(ref) for ref in refs) for name, refs in body["tables"].items()}
         commit = Commit(
             seq=body["seq"],
             kind=body["kind"],
@@ -173,7 +173,8 @@ def plain_json(value: Any, where: str = "record") -> Any:
     raise ValueError(f"{where} is a {type(value).__name__}, which JSON cannot hold; make it a number, string or list")
 
 
-def _ref_json(ref: ObjectRef) -> Json:
+def ref_json(ref: ObjectRef) -> Json:
+    """A reference as a manifest holds it."""
     entry: Json = {
         "key": ref.key,
         "size_bytes": ref.size_bytes,
@@ -184,7 +185,8 @@ def _ref_json(ref: ObjectRef) -> Json:
     return {**entry, "rollout_ids": list(ref.rollout_ids)} if ref.rollout_ids else entry
 
 
-def _ref_from_json(entry: Json) -> ObjectRef:
+def ref_from_json(entry: Json) -> ObjectRef:
+    """The inverse of `ref_json`; KeyError for a field that is missing."""
     return ObjectRef(
         key=entry["key"],
         size_bytes=entry["size_bytes"],

@@ -6,6 +6,8 @@ checksums. Tables of `ROW_GROUP_A_ROLLOUT` keep each rollout's rows in a row gro
 read without the others. Every object's metadata names its table and schema version.
 """
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -23,8 +25,13 @@ def to_parquet(name: str, table: pa.Table, *, version: int | None = None) -> byt
 
     `version`: an older one's columns, as the Gyre of that time wrote them (for tests of its reader).
     """
+    return join_parquet(name, [table], version=version)
+
+
+def join_parquet(name: str, tables: Sequence[pa.Table], *, version: int | None = None) -> bytes:
+    """Tables of one schema as one Parquet object; no row group holds rows of two of them."""
     version = VERSIONS.get(name, 0) if version is None else version
-    table = check_table(name, table, version)
+    tables = [check_table(name, table, version) for table in tables]
     metadata = {_TABLE_KEY: name.encode(), _VERSION_KEY: str(version).encode()}
     schema = schema_of(name, version).with_metadata(metadata)
     split = {f"{leaf}.list.element": "BYTE_STREAM_SPLIT" for leaf in _SPLIT_LEAVES if leaf in schema.names}
@@ -38,8 +45,9 @@ def to_parquet(name: str, table: pa.Table, *, version: int | None = None) -> byt
         column_encoding=split or None,
         write_page_checksum=True,
     ) as writer:
-        for start, size in _row_groups(name, table):
-            writer.write_table(table.slice(start, size).replace_schema_metadata(metadata), row_group_size=size)
+        for table in tables:
+            for start, size in _row_groups(name, table):
+                writer.write_table(table.slice(start, size).replace_schema_metadata(metadata), row_group_size=size)
     return sink.getvalue().to_pybytes()
 
 

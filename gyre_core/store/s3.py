@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from gyre_core.errors import StoreConflictError, StoreError
-from gyre_core.store.storage import ObjectMissingError, check_key
+from gyre_core.store.storage import ObjectMissingError, StoredObject, check_key
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +117,16 @@ class S3Storage:
         info = self._retried(f"cannot look up {key}", lambda _attempt: self._reader.get_file_info(path))
         return info.size if info.type == pafs.FileType.File else None
 
-    def list_keys(self, prefix: str) -> list[str]:
+    def list_objects(self, prefix: str) -> list[StoredObject]:
         selector = pafs.FileSelector(self._path(prefix), allow_not_found=True, recursive=True)
         infos = self._retried(f"cannot list {prefix}", lambda _attempt: self._reader.get_file_info(selector))
         start = len(self._root) + 1
-        return sorted(info.path[start:] for info in infos if info.type == pafs.FileType.File)
+        found = [
+            StoredObject(key=info.path[start:], size_bytes=info.size, modified_s=(info.mtime_ns or 0) / 1e9)
+            for info in infos
+            if info.type == pafs.FileType.File
+        ]
+        return sorted(found, key=lambda item: item.key)
 
     def delete(self, key: str) -> None:
         path = self._path(key)

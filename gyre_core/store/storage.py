@@ -7,6 +7,7 @@ second at start. Two real backends: a local folder (local.py) and S3 (s3.py).
 
 import re
 import uuid
+from dataclasses import dataclass
 from typing import Protocol
 
 import pyarrow as pa
@@ -18,6 +19,18 @@ _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*(/[A-Za-z0-9][A-Za-z0-9._=+-]*)*
 
 class ObjectMissingError(StoreError):
     """No object has this key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """An object as a listing shows it.
+
+    Example: StoredObject(key="data/nodes/3f..e1.parquet", size_bytes=5120, modified_s=1764480000.0)
+    """
+
+    key: str
+    size_bytes: int
+    modified_s: float  # by the backend's clock
 
 
 class Storage(Protocol):
@@ -44,8 +57,8 @@ class Storage(Protocol):
         """An object's size in bytes, None when there is none."""
         ...
 
-    def list_keys(self, prefix: str) -> list[str]:
-        """Keys below the folder `prefix`, sorted; empty when there are none."""
+    def list_objects(self, prefix: str) -> list[StoredObject]:
+        """Objects below the folder `prefix`, sorted by key; empty when there are none."""
         ...
 
     def delete(self, key: str) -> None:
@@ -67,6 +80,11 @@ def open_storage(url: str, *, min_free_bytes: int = 0) -> Storage:
     from gyre_core.store.local import LocalStorage
 
     return LocalStorage(url.removeprefix("file://"), min_free_bytes=min_free_bytes)
+
+
+def list_keys(storage: Storage, prefix: str) -> list[str]:
+    """Keys below the folder `prefix`, sorted."""
+    return [item.key for item in storage.list_objects(prefix)]
 
 
 def check_key(key: str) -> str:

@@ -7,7 +7,9 @@ Invariants:
 - a commit is whole or not there: data objects are written first, the manifest last, and readers follow manifests only;
 - one token, one commit: a repeated commit (a lost reply, a step done again after a crash) returns the first one;
 - one number, one winner: writers that meet on a number are ordered, and `expected_head` turns a meeting into an error;
-- data objects are named by their content, so writing the same bytes again changes nothing.
+- data objects are named by their content, so writing the same bytes again changes nothing;
+- no commit refers to an object that garbage collection may delete: a collection is a commit itself (maintenance.py), so
+  it comes before or after every other one. Before: it saw no use of the object. After: the writer sees the collection.
 """
 
 import contextlib
@@ -19,12 +21,11 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from gyre_core.clock import Clock, SystemClock
 from gyre_core.errors import StoreConflictError, StoreError
 from gyre_core.store import tables as rows
-from gyre_core.store.ledger import Ledger
+from gyre_core.store.ledger import COMPACTION, GC, Ledger
 from gyre_core.store.local import LocalStorage
 from gyre_core.store.manifest import (
     BLOB_REF_PREFIX,
@@ -37,10 +38,11 @@ from gyre_core.store.manifest import (
     manifest_seq,
     plain_json,
 )
-from gyre_core.store.parquet import open_parquet, read_parquet, row_groups_of, to_parquet
+from gyre_core.store.objects import ObjectReader
+from gyre_core.store.parquet import to_parquet
 from gyre_core.store.records import StepRecord, step_records, steps_table
 from gyre_core.store.schema import VERSIONS
-from gyre_core.store.storage import ObjectMissingError, Storage, check_exclusive, open_storage
+from gyre_core.store.storage import ObjectMissingError, Storage, check_exclusive, list_keys, open_storage
 from gyre_core.trajectory.tree import Trajectory
 from gyre_core.types import TrainingBranch
 
@@ -69,6 +71,7 @@ class Store:
         self._clock = clock or SystemClock()
         self._lock = threading.RLock()
         self._ledger = Ledger()
+        self._reader = ObjectReader(storage, self._ledger, self.refresh)
         self._loose_blobs: dict[str, BlobRef] = {}  # put by this process, in no commit that it knows of
 
     @classmethod
@@ -90,6 +93,15 @@ class Store:
         store._check_marker()
         store._check_numbers()
         return store
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the commits taken in so far say; for maintenance and verification."""
+        return self._ledger
+
+    def now_s(self) -> float:
+        """The store's clock, which also stamps commits."""
+        return self._clock.now_s()
 
     @property
     def head(self) -> int:
@@ -115,21 +127,36 @@ class Store:
         be written: nothing is published then. ValueError for a table outside its schema, or a record that JSON cannot
         hold; non-finite numbers in it become null.
         """
-        if not _KIND.fullmatch(kind):
-            raise ValueError(f"commit kind {kind!r}: use lower-case letters, digits, '_' and '-', 32 at most")
+        if not _KIND.fullmatch(kind) or kind in (COMPACTION, GC):
+            raise ValueError(f"commit kind {kind!r}: use lower-case letters, digits, '_' and '-', 32 at most; not gc")
+        return self._publish(kind, tables, record, token, blobs=blobs, expected_head=expected_head)
+
+    def commit_maintenance(self, kind: str, record: Mapping[str, Any], token: str, *, expected_head: int) -> Commit:
+        """Publish what maintenance.py decided from the commits up to `expected_head`; StoreConflictError on others."""
+        return self._publish(kind, {}, record, token, blobs=(), expected_head=expected_head)
+
+    def _publish(
+        self,
+        kind: str,
+        tables: Mapping[str, pa.Table] | Mapping[str, pa.Table | Sequence[ObjectRef]],
+        record: Mapping[str, Any],
+        token: str,
+        *,
+        blobs: Iterable[str],
+        expected_head: int | None,
+    ) -> Commit:
         if not _TOKEN.fullmatch(token):
             raise ValueError(f"commit token {token!r}: use 1 to 200 visible ASCII characters")
         plain = plain_json(record)
+        blobs = tuple(dict.fromkeys(blobs))
         with self._lock:
             self._refresh()
-            if token in self._ledger.by_token:
-                return self._repeated(kind, token)
-            kept = tuple(self._find_blob(ref) for ref in dict.fromkeys(blobs))
-            refs = {
-                name: (self.put_table(name, value),) if isinstance(value, pa.Table) else tuple(value)
-                for name, value in tables.items()
-            }
+            refs = None
             while True:
+                if token in self._ledger.by_token:
+                    return self._repeated(kind, token)
+                if refs is None or not self._ledger.given_up.isdisjoint(_keys(refs)):
+                    refs = self._put_tables(tables)
                 seq = len(self._ledger.commits)
                 if expected_head is not None and seq - 1 != expected_head:
                     raise StoreConflictError(
@@ -144,7 +171,7 @@ class Store:
                     tables=refs,
                     created_s=self._clock.now_s(),
                     previous_sha256=self._ledger.previous_sha256,
-                    blobs=kept,
+                    blobs=tuple(self._find_blob(ref) for ref in blobs),
                 )
                 try:
                     self.storage.put_new(manifest_key(seq), data)
@@ -152,8 +179,6 @@ class Store:
                     self._refresh()
                     if len(self._ledger.commits) == seq:
                         raise StoreError(f"{manifest_key(seq)} exists but cannot be read yet; try again") from None
-                    if token in self._ledger.by_token:
-                        return self._repeated(kind, token)
                     continue
                 self._ledger.take(commit)
                 return commit
@@ -199,16 +224,20 @@ class Store:
 
     def put_table(self, name: str, table: pa.Table) -> ObjectRef:
         """Write a table's object ahead of its commit (a long rollout as soon as it ends); invisible until committed."""
-        data = to_parquet(name, table)
-        sha256 = hashlib.sha256(data).hexdigest()
-        key = f"data/{name}/{sha256}.parquet"
-        self._put_content(key, data)
         rollout_ids = tuple(table.column("rollout_id").to_pylist()) if name == "rollouts" else ()
+        return self.put_parquet(name, to_parquet(name, table), num_rows=table.num_rows, rollout_ids=rollout_ids)
+
+    def put_parquet(self, name: str, data: bytes, *, num_rows: int, rollout_ids: tuple[str, ...] = ()) -> ObjectRef:
+        """Write an object that is serialised already (parquet.py); see `put_table`."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        with self._lock:
+            key = self._ledger.free_key(f"data/{name}/{sha256}", ".parquet")
+        self._put_content(key, data)
         return ObjectRef(
             key=key,
             size_bytes=len(data),
             sha256=sha256,
-            num_rows=table.num_rows,
+            num_rows=num_rows,
             schema_version=VERSIONS[name],
             rollout_ids=rollout_ids,
         )
@@ -222,14 +251,15 @@ class Store:
         if not _KIND.fullmatch(kind):
             raise ValueError(f"blob kind {kind!r}: use lower-case letters, digits, '_' and '-', 32 at most")
         sha256 = hashlib.sha256(data).hexdigest()
-        blob = BlobRef(key=f"blobs/{sha256}", size_bytes=len(data), sha256=sha256, kind=kind)
+        ref = f"{BLOB_REF_PREFIX}{sha256}"
         with self._lock:
-            known = blob.ref in self._ledger.blobs or blob.ref in self._loose_blobs
+            blob = BlobRef(key=self._ledger.free_key(f"blobs/{sha256}"), size_bytes=len(data), sha256=sha256, kind=kind)
+            known = ref in self._ledger.blobs or self._loose_blobs.get(ref) == blob
         if not known:
             self._put_content(blob.key, data)
             with self._lock:
-                self._loose_blobs[blob.ref] = blob
-        return blob.ref
+                self._loose_blobs[ref] = blob
+        return ref
 
     def get_blob(self, ref: str) -> bytes:
         """A blob's bytes, its checksum verified; StoreError naming the object that is missing or damaged."""
@@ -261,8 +291,16 @@ class Store:
 
     def read_table(self, commit: Commit, name: str) -> pa.Table:
         """A commit's table, checksums verified; StoreError naming the object that is missing, damaged or foreign."""
-        parts = [self._read_object(name, ref) for ref in self._refs(commit, name)]
+        parts = [self._reader.table(name, ref) for ref in self._refs(commit, name)]
         return pa.concat_tables(parts).combine_chunks()
+
+    def read_row_groups(self, name: str, ref: ObjectRef) -> list[pa.Table]:
+        """A live object's row groups (`ledger.live_objects`), each as a table; its checksum is verified."""
+        return self._reader.row_groups(name, ref)
+
+    def check_object(self, ref: ObjectRef) -> None:
+        """StoreError unless an object's bytes are those that its manifest names."""
+        self._reader.checked_bytes(ref)
 
     def read_trajectory(self, rollout_id: str) -> Trajectory:
         """One rollout's trajectory, reading only its own row groups."""
@@ -320,12 +358,27 @@ class Store:
             self._refresh()
         found = self._ledger.blobs.get(ref) or self._loose_blobs.get(ref)
         if found is None:
-            key = f"blobs/{sha256}"
+            key = self._ledger.free_key(f"blobs/{sha256}")
             size_bytes = self.storage.size(key)
             if size_bytes is None:
                 raise ObjectMissingError(f"{key} is missing in {self.storage.url}: put the blob before it is used")
             found = BlobRef(key=key, size_bytes=size_bytes, sha256=sha256, kind=_UNNAMED_KIND)
+        if found.key in self._ledger.given_up:
+            raise StoreConflictError(_given_up(found.key))
         return found
+
+    def _put_tables(
+        self, tables: Mapping[str, pa.Table] | Mapping[str, pa.Table | Sequence[ObjectRef]]
+    ) -> dict[str, tuple[ObjectRef, ...]]:
+        """Objects of a commit that no garbage collection known so far has given up."""
+        refs = {
+            name: (self.put_table(name, value),) if isinstance(value, pa.Table) else tuple(value)
+            for name, value in tables.items()
+        }
+        for key in _keys(refs):
+            if key in self._ledger.given_up:
+                raise StoreConflictError(_given_up(key))
+        return refs
 
     def _refs(self, commit: Commit, name: str) -> tuple[ObjectRef, ...]:
         refs = commit.tables.get(name, ())
@@ -333,34 +386,20 @@ class Store:
             raise StoreError(f"commit {commit.seq} ({commit.kind}) of {self.storage.url} has no table {name!r}")
         return refs
 
-    def _read_object(self, name: str, ref: ObjectRef) -> pa.Table:
-        data = self.storage.get(ref.key)
-        if len(data) != ref.size_bytes:
-            raise StoreError(
-                f"{ref.key} is truncated or foreign: {len(data)} bytes, its manifest says {ref.size_bytes}"
-            )
-        if hashlib.sha256(data).hexdigest() != ref.sha256:
-            raise StoreError(f"{ref.key} is damaged: its checksum differs from its manifest's")
-        file, version = open_parquet(name, pa.BufferReader(data), key=ref.key)
-        return read_parquet(name, file, version, key=ref.key)
-
     def _read_rows(self, commit: Commit, name: str, rollout_id: str) -> pa.Table:
-        parts = []
-        for ref in self._refs(commit, name):
-            if ref.rollout_ids and rollout_id not in ref.rollout_ids:
-                continue
-            with self.storage.open_input(ref.key) as source:
-                file, version = open_parquet(name, source, key=ref.key)
-                groups = row_groups_of(file, rollout_id)
-                parts.append(read_parquet(name, file, version, key=ref.key, row_groups=groups))
-        table = pa.concat_tables(parts)
-        return table.filter(pc.field("rollout_id") == rollout_id).combine_chunks()
+        refs = [ref for ref in self._refs(commit, name) if not ref.rollout_ids or rollout_id in ref.rollout_ids]
+        return pa.concat_tables([self._reader.rows(name, ref, rollout_id) for ref in refs]).combine_chunks()
 
     def _repeated(self, kind: str, token: str) -> Commit:
         commit = self._ledger.by_token[token]
         if commit.kind != kind:
             raise StoreError(f"token {token!r} made commit {commit.seq} of kind {commit.kind}; it cannot make a {kind}")
         return replace(commit, repeated=True)
+
+    def refresh(self) -> None:
+        """Take in what others have committed since the last look; reads and commits do so where they need it."""
+        with self._lock:
+            self._refresh()
 
     def _refresh(self) -> None:
         """Take in the manifests that were written since the last look."""
@@ -388,7 +427,7 @@ class Store:
         """A manifest lost in between must not be taken for the end, or the next commit would fill its place."""
         with self._lock:
             self._refresh()
-            numbers = [manifest_seq(key) for key in self.storage.list_keys("manifest")]
+            numbers = [manifest_seq(key) for key in list_keys(self.storage, "manifest")]
             beyond = [number for number in numbers if number is not None and number > len(self._ledger.commits)]
             missing = manifest_key(len(self._ledger.commits))
             if beyond and self.storage.size(missing) is None:
@@ -396,6 +435,14 @@ class Store:
                     f"{self.storage.url} lacks {missing} but has number {min(beyond)}: "
                     "restore it from a backup; nothing was changed"
                 )
+
+
+def _keys(refs: Mapping[str, tuple[ObjectRef, ...]]) -> set[str]:
+    return {ref.key for group in refs.values() for ref in group}
+
+
+def _given_up(key: str) -> str:
+    return f"{key} was put so long before its commit that garbage collection gave it up; put it again and commit then"
 
 
 def _workspaces(rollouts: Sequence[rows.FinishedRollout]) -> list[str]:
