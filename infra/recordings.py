@@ -225,6 +225,26 @@ def replay(folder: Path) -> int:
     return totals[1]
 
 
+def golden(folder: Path) -> None:
+    """Write what every run of a folder becomes into its golden.json; the reasons that people wrote there stay."""
+    from tests.support.replay import replay as play
+    from tests.support.tokenizer import save_model_folder
+
+    target = folder / "golden.json"
+    before: dict[str, Any] = orjson.loads(target.read_bytes()) if target.exists() else {}
+    after: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        model_path = save_model_folder(Path(scratch))
+        for path in sorted(folder.glob("*.jsonl.gz")):
+            harness, version = harness_of(path)
+            known = before.get(f"{harness} {version}", {})
+            runs = after.setdefault(f"{harness} {version}", {})
+            for run, rows in runs_of(path).items():
+                result = asyncio.run(play(model_path, rows, harness=harness, version=version))
+                runs[run] = {"why": known.get(run, {}).get("why", ""), "calls": len(rows), **result.summary()}
+    target.write_bytes(orjson.dumps(after, option=orjson.OPT_INDENT_2) + b"\n")
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -232,6 +252,11 @@ def main() -> int:
     command = commands.add_parser("replay", help="play all recordings of a folder and print a table")
     command.add_argument("folder", type=Path)
     command.set_defaults(run=lambda args: int(replay(args.folder) > 0))
+    command = commands.add_parser(
+        "golden", help="rewrite a folder's golden.json; read the difference before you commit"
+    )
+    command.add_argument("folder", type=Path)
+    command.set_defaults(run=lambda args: golden(args.folder))
     command = commands.add_parser("distil", help="turn a recording into a fixture that holds nobody's text")
     command.add_argument("source", type=Path, metavar="IN.jsonl")
     command.add_argument("target", type=Path, metavar="OUT.jsonl.gz")
