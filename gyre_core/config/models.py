@@ -88,6 +88,11 @@ class GradingConfig(Section):
     timeout_s: Seconds = 600.0  # one verifier run, when the problem's task.toml names none
     attempts: Annotated[int, Field(ge=1, le=10)] = 2
     no_artifact: Literal["exclude", "zero"] = "exclude"  # "zero" is the published placeholder
+    # Training rollouts whose workspace is archived in the store, for `gyre replay --regrade`: those with a reward, or
+    # every one that left a workspace.
+    keep_workspaces: Literal["none", "graded", "all"] = "none"
+    keep_quota_bytes: Positive = 4 * 2**30  # of all archives of a run; what goes beyond it is not kept
+    keep_workspace_bytes: Positive = 64 * 2**20  # of one workspace's files; a larger one is not kept
 
 
 class SelectionConfig(Section):

@@ -25,6 +25,7 @@ from gyre_core.grading.problems import Problem, check_component
 from gyre_core.grading.verifier import SandboxRunner, grade_workspace
 from gyre_core.proxy.settings import HarnessName, LimitSettings, SamplingSettings
 from gyre_core.rollout.harness import build_command
+from gyre_core.rollout.keep import KeptWorkspace, WorkspaceKeeper
 from gyre_core.rollout.workspace import prepare_workspace, remove_tree
 from gyre_core.trajectory.tree import Trajectory, TrajectoryTree
 from gyre_core.types import Grade, HarnessResult, Outcome, RolloutSpec
@@ -109,6 +110,7 @@ class FinishedRollout:
     harness: HarnessResult
     times: RolloutTimes
     workspace_ref: str = ""  # of the kept workspace's archive in the store, "" when none was kept
+    workspace_dropped: str = ""  # why a workspace that should be kept was not
 
 
 def workspace_of(workdir: Path) -> Path:
@@ -196,14 +198,22 @@ async def grade_rollout(
     grading: GradingConfig,
     rollout: RolloutConfig,
     sandbox: SandboxRunner,
+    keeper: WorkspaceKeeper | None = None,
     keep_workspaces: bool = False,
     clock: Clock | None = None,
 ) -> FinishedRollout:
-    """Grade what a rollout left, then remove its folder unless `keep_workspaces`."""
+    """Grade what a rollout left, then remove its folder unless `keep_workspaces`.
+
+    A `keeper` puts the workspace, as it was before the verifier, into the store.
+    """
     clock = clock or SystemClock()
     started = clock.monotonic_s()
+    kept = KeptWorkspace()
     try:
+        settle = await asyncio.to_thread(keeper.take, executed.spec, executed.workspace) if keeper else None
         grade = await _grade(executed, problem, grading, rollout, sandbox)
+        if settle is not None:
+            kept = await asyncio.to_thread(settle, grade)
     finally:
         if not keep_workspaces:
             await _finish_even_if_cancelled(asyncio.to_thread(remove_tree, executed.workdir))
@@ -219,6 +229,8 @@ async def grade_rollout(
             seal_s=times.seal_s,
             grade_s=clock.monotonic_s() - started,
         ),
+        workspace_ref=kept.ref,
+        workspace_dropped=kept.dropped,
     )
 
 
