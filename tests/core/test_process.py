@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gyre_core.errors import EngineError
-from gyre_core.process import ChildProcess, free_port, log_tail
+from gyre_core.process import ChildProcess, free_port, listen, log_tail, secret_file
 
 CHILD = """
 import signal
@@ -85,7 +86,26 @@ def test_log_tail_missing_file_is_empty(tmp_path: Path) -> None:
 
 
 def test_free_port_can_be_bound() -> None:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", free_port()))
+
+
+def test_listen_connection_made_while_the_server_is_away_is_served_by_the_next(tmp_path: Path) -> None:
+    program = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).accept()[0].sendall(b'served')"
+    with listen("127.0.0.1", 0) as listener:
+        with socket.create_connection(listener.getsockname(), timeout=20) as client:
+            command = [sys.executable, "-c", program, str(listener.fileno())]
+            child = ChildProcess("server", command, log_path=tmp_path / "log", pass_fds=(listener.fileno(),))
+            assert client.recv(6) == b"served"
+            assert child.wait() == 0
+            child.stop()
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", listener.getsockname()[1])
+
+
+def test_secret_file_is_ours_alone_and_gone_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "settings.json"
+    with pytest.raises(RuntimeError), secret_file(path, "secret"):
+        assert path.read_text() == "secret" and path.stat().st_mode & 0o777 == 0o600
+        raise RuntimeError
+    assert not path.exists()
