@@ -1,6 +1,6 @@
 """Random conversations: whatever harnesses do, engines saw the recorded paths and nothing is recorded twice.
 
-A harness here branches, goes back, retries, starts sub-agents, compacts, drops and rewrites what it was given, in both
+A harness here branches, goes back, retries, starts sub-agents, compacts, drops and rewrites what it was given, in all
 dialects, while the policy writes text, thoughts and tool calls, good and broken.
 """
 
@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from tests.support.proxies import BASH, ProxyUnderTest, assert_exact, call_text, fake_engine, outputs, running_proxy
 
 CHAT_BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+RESPONSES_BASH = {"type": "function", "name": "bash", "parameters": {"type": "object"}}
+TOOLS = {"messages": BASH, "chat": CHAT_BASH, "responses": RESPONSES_BASH}
 WORDS = ("a", "bb", " c ", "ünï", "line\nline  ", "<tool_call>", "</think>", "<|im_end|>", "")
 
 
@@ -45,16 +47,16 @@ class RandomHarness:
     async def step(self) -> None:
         rng = self.rng
         if not self.histories or rng.random() < 0.2:
-            dialect = rng.choice(("messages", "chat"))
-            tools = {"tools": [BASH if dialect == "messages" else CHAT_BASH]} if rng.random() < 0.7 else {}
+            dialect = rng.choice(tuple(TOOLS))
+            tools = {"tools": [TOOLS[dialect]]} if rng.random() < 0.7 else {}
             thinking = {"thinking": {"type": "adaptive"}} if dialect == "messages" and rng.random() < 0.5 else {}
             opening = [{"role": "user", "content": rng.choice(("task", "task one", "task two"))}]
             self.histories.append((dialect, opening, {**tools, **thinking}))
         dialect, messages, fields = rng.choice(self.histories[-6:])
         self.proxy.engine.add_outputs([policy_output(rng)])
-        extra = {"max_tokens": rng.choice((3, 8, 500))}
+        extra = {"max_output_tokens" if dialect == "responses" else "max_tokens": rng.choice((3, 8, 500))}
         headers = {"x-agent-parent": "main"} if rng.random() < 0.2 else {}
-        send = self.harness.messages if dialect == "messages" else self.harness.chat
+        send = getattr(self.harness, dialect)
         repeat = 2 if rng.random() < 0.15 else 1  # two of the same body: joined or sampled anew
         if repeat == 2:
             self.proxy.engine.add_outputs([policy_output(rng)])
@@ -62,7 +64,10 @@ class RandomHarness:
         for reply in replies:
             assert reply.status_code == 200, reply.text
         body = replies[-1].json()
-        turn = [self.assistant(dialect, body), *self.answers(dialect, body)]
+        if dialect == "responses":
+            turn = self.items(body)
+        else:
+            turn = [self.assistant(dialect, body), *self.answers(dialect, body)]
         self.histories.append((dialect, [*messages, *turn], fields))
 
     def assistant(self, dialect: str, body: Any) -> dict[str, Any]:
@@ -87,6 +92,21 @@ class RandomHarness:
         if rng.random() < 0.1:
             content = [{"type": "text", "text": "No response requested."}]
         return {"role": "assistant", "content": content}
+
+    def items(self, body: Any) -> list[dict[str, Any]]:
+        """The reply's items as this harness sends them back, and what follows them."""
+        rng = self.rng
+        items = [dict(item) for item in body["output"]]
+        if rng.random() < 0.2:
+            items = [item for item in items if item["type"] != "reasoning"]
+        if rng.random() < 0.2:
+            items = [{key: value for key, value in item.items() if key != "id"} for item in items]
+        if rng.random() < 0.1:  # the stream was cut and the items that were whole are kept
+            return items[: rng.randrange(len(items) + 1)]
+        calls = [item for item in items if item["type"] == "function_call"]
+        results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "out"} for call in calls]
+        text = {"role": "user", "content": rng.choice(("ok", "and now?", "Write a summary", "<tool_response>"))}
+        return [*items, *results, text] if not results or rng.random() < 0.3 else [*items, *results]
 
     def answers(self, dialect: str, body: Any) -> list[dict[str, Any]]:
         """What follows a reply: tool results and sometimes text."""

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gyre_core.proxy.conversation import Message, Reply, ToolCall
+from gyre_core.proxy.conversation import KeyCache, Message, Reply, ToolCall
 from gyre_core.proxy.dialects.response_items import grouped_items, normalise, offered_tools
 from gyre_core.proxy.dialects.responses import ResponsesDialect, ResponsesRequest
 from gyre_core.proxy.refusal import Refusal
@@ -231,6 +234,35 @@ def test_request_that_cannot_be_repeated_is_refused_before_it_is_sampled() -> No
         deep = {"deeper": deep}
     with pytest.raises(Refusal):
         request(metadata=deep)
+
+
+TYPES = [
+    "message",
+    "reasoning",
+    "function_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "gyre.reply",
+    "namespace",
+]
+KEYS = ["type", "role", "content", "id", "call_id", "name", "arguments", "input", "output", "summary", "text", "tools"]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 1) | st.sampled_from([*TYPES, "", "user", "assistant", f"rs_{FIRST}"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=12,
+)
+ITEMS = st.fixed_dictionaries({"type": st.sampled_from(TYPES)}, optional={key: VALUES for key in KEYS[1:]})
+
+
+@given(items=st.lists(ITEMS, min_size=1, max_size=5), tools=st.lists(ITEMS, max_size=3), choice=VALUES)
+def test_items_of_any_shape_are_read_or_refused(items: list[Any], tools: list[Any], choice: Any) -> None:
+    try:
+        read = request(input=items, tools=tools, tool_choice=choice)
+        keys, starts = KeyCache().keys(read)
+    except Refusal:
+        return
+    assert len(starts) == len(read.raw_messages) and len(keys) == len(read.messages())
+    orjson.dumps([message.to_renderer() for message in read.messages()])
 
 
 def test_keepalives_are_numbered_events_between_begin_and_the_items() -> None:
