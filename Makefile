@@ -6,8 +6,10 @@ MAKEFLAGS += --no-print-directory
 SETUP := @bash infra/setup/setup.sh
 # Extra arguments, e.g. `make quickstart ARGS="--set seed=1"`, `make test ARGS="tests/store -x"`.
 ARGS ?=
+# The harness of `make harness`.
+HARNESS ?= mini-swe-agent
 
-.PHONY: help install engine quickstart test lint ui doctor clean
+.PHONY: help install engine quickstart harness test lint ui doctor clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -21,6 +23,10 @@ engine: ## build or update only the SGLang server's environment (.venv-engine)
 quickstart: ## set up, then train the tiny agent on this machine; the last line is a JSON summary
 	$(SETUP) all
 	@.venv/bin/gyre train examples/quickstart/run.toml $(ARGS)
+
+harness: ## run a real harness against the proxy and a scripted engine: make harness HARNESS=codex
+	$(SETUP) venv
+	@.venv/bin/python examples/harnesses/run.py $(HARNESS) $(ARGS)
 
 test: ## set up, then run the tests
 	$(SETUP) all
@@ -41,6 +47,6 @@ doctor: ## what is there, what is missing, and the command that mends it
 	$(SETUP) venv
 	@.venv/bin/gyre doctor $(ARGS)
 
-clean: ## remove the environments, logs and caches (never runs/)
-	@rm -rf .venv .venv-engine .setup .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+clean: ## remove the environments, harnesses, logs and caches (never runs/)
+	@rm -rf .venv .venv-engine .harnesses .setup .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -172,7 +172,8 @@ def _fetch(archive: Archive, scratch: Path) -> Path:
 
 
 def _fetch_by_npm(archive: Archive, scratch: Path) -> Path:
-    command = ["npm", "pack", "--json", "--pack-destination", str(scratch), f"{archive.package}@{archive.version}"]
+    command = ["npm", "pack", "--json", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
+    command += ["--pack-destination", str(scratch), f"{archive.package}@{archive.version}"]
     try:
         done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=FETCH_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -228,9 +229,10 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 
 def _make_venv(lock: Path, product: Path) -> None:
-    """A virtual environment of the harness's own. Its interpreter finds it wherever it is moved; scripts do not."""
+    """A virtual environment of the harness's own. Its interpreter survives the renaming; its scripts would not."""
     python = str(product / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement", str(lock)]
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "2"]
+    pip += ["--timeout", "60", "--requirement", str(lock)]
     for command in ([sys.executable, "-m", "venv", str(product)], pip):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_LIMIT_S, check=False)

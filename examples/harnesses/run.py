@@ -280,4 +280,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # nothing is left to do, and Arrow's threads may abort an interpreter that ends (seen once in 40 runs)

@@ -31,7 +31,7 @@ def tracked_files() -> list[Path]:
     if done.returncode == 0 and done.stdout:
         names = [name for name in done.stdout.split("\0") if name]
     else:
-        hidden = {".venv", ".venv-engine", ".git", ".setup", "runs", "__pycache__"}
+        hidden = {".venv", ".venv-engine", ".harnesses", ".git", ".setup", "runs", "__pycache__"}
         names = [
             str(Path(folder, name).relative_to(ROOT))
             for folder, folders, files in os.walk(ROOT)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples" / "harnesses" / "run.py"
 POLICY = ROOT / "examples" / "quickstart" / "policy"
 NOT_AVAILABLE = 3  # exit code of run.py: no registry, no Node, no build for this platform
+_unavailable: dict[str, str] = {}  # asked once a test run: a registry that does not answer takes its time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +44,13 @@ class HarnessRun:
 
 def run_harness(name: str, scenario: str, folder: Path, *options: str, timeout_s: float = 280) -> HarnessRun:
     """Install (once a checkout) and run a harness; skips the test where it cannot be had."""
+    if name in _unavailable:
+        pytest.skip(_unavailable[name])
     command = [sys.executable, str(RUN), name, "--scenario", scenario, "--runs-dir", str(folder), "--keep", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=folder)
     if done.returncode == NOT_AVAILABLE:
-        pytest.skip(done.stderr.strip()[-500:])
+        _unavailable[name] = done.stderr.strip()[-500:]
+        pytest.skip(_unavailable[name])
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     inspected, _, last = done.stdout.rstrip().rpartition("\n")
     summary = json.loads(last)
