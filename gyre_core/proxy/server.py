@@ -223,7 +223,7 @@ async def _harness(proxy: Proxy, request: Request) -> Response:
     if path == "s" or path.startswith("s/"):
         _, _, rest = path.partition("/")
         path_session, _, path = rest.partition("/")
-    if request.method in ("GET", "HEAD", "OPTIONS"):
+    if request.method in ("GET", "HEAD", "OPTIONS") and "responses/" not in path:  # a stored response is no probe
         return _probe(path)
     dialect, counts_only = _ENDPOINTS.get(path, (_guess_dialect(request, path), False))
     session: Session | None = None

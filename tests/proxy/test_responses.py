@@ -405,6 +405,8 @@ async def test_errors_have_the_types_that_clients_expect(stage: Stage) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         await client.post("/responses/compact", cast_to=object, body={"model": "m", "input": []})
     assert missing.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve("resp_1")
     proxy.engine.fail_next(400)
     with pytest.raises(openai.InternalServerError) as failed:
         await client.responses.create(model="m", input="u")
