@@ -12,7 +12,7 @@ import pytest
 from tests.support.proxies import ADMIN_HEADERS, fake_engine, running_proxy, serving
 
 USER = [{"role": "user", "content": "u"}]
-PATHS = {"messages": "/v1/messages", "chat": "/v1/chat/completions"}
+PATHS = {"messages": "/v1/messages", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
 
 
 def is_error_of(dialect: str, body: Any) -> bool:

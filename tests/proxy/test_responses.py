@@ -1,7 +1,9 @@
 """The official SDK and harnesses like Codex talk to the proxy by the Responses API: replies, streams, exact tokens."""
 
+import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,7 +13,7 @@ from pydantic import TypeAdapter
 
 from gyre_core.trajectory.text import golden
 from gyre_core.types import Role, Substitution
-from tests.support.clients import Stage
+from tests.support.clients import Stage, served_stage
 from tests.support.proxies import Harness, assert_exact, call_text, outputs, short
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
@@ -377,6 +379,36 @@ async def test_unknown_fields_and_items_are_context_and_never_refused(stage: Sta
     assert golden(trajectory.tree, short).startswith(
         '<usr> {"status":"completed","type":"web_search_call"} </> <usr> u'
     )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_sdk_reads_a_reply_that_takes_long(model_path: Path, stream: bool) -> None:
+    async with served_stage(model_path, keepalive_s=0.02) as stage:
+        proxy, harness = stage
+        proxy.engine.hold()
+        proxy.engine.add_outputs(outputs(THOUGHT + "I look\n" + call_text("bash", "{}"), "done"))
+        client = await stage.openai()
+        arguments: Any = {"model": "m", "tools": [BASH], "store": False}
+        if stream:
+            num_alive = 0
+            async with client.responses.stream(input="u", **arguments) as events:
+                async for event in events:
+                    num_alive += event.type == "response.in_progress"
+                    if num_alive == 4:  # the first one begins the stream
+                        proxy.engine.release()
+                first = await events.get_final_response()
+        else:
+            call = asyncio.create_task(client.responses.create(input="u", **arguments))
+            await proxy.until_at_least(keepalives=3)
+            proxy.engine.release()
+            first = await call
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        items = [user("u"), *(item.to_dict() for item in first.output), result(first.output[2].to_dict(), "x")]
+        await client.responses.create(input=items, **arguments)
+        trajectory = await harness.seal()
+        assert_exact(trajectory, proxy.engine)
+        assert trajectory.counters["substitution_clean"] == 2
+        assert trajectory.counters["replies_opened_early"] == 1
 
 
 async def test_stream_of_a_prompt_that_is_too_long_fails_as_codex_expects(stage: Stage) -> None:

@@ -37,6 +37,10 @@ class Stage:
 
 @asynccontextmanager
 async def served_stage(model_path: Path, **settings: Any) -> AsyncIterator[Stage]:
-    """A stage whose engine has no outputs yet; `settings` are the session's."""
-    async with running_proxy(model_path, fake_engine()) as proxy, serving(proxy) as url, AsyncExitStack() as stack:
-        yield Stage(proxy, await proxy.open(**settings), url, stack)
+    """A stage whose engine has no outputs yet; `settings` are the proxy's."""
+    async with (
+        running_proxy(model_path, fake_engine(), **settings) as proxy,
+        serving(proxy) as url,
+        AsyncExitStack() as stack,
+    ):
+        yield Stage(proxy, await proxy.open(), url, stack)
