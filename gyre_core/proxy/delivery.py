@@ -113,10 +113,12 @@ class ReplyResponse(Response):
 
     async def _start(self, send: Send, length: int | None = None) -> None:
         media_type = b"text/event-stream; charset=utf-8" if self._request.stream else b"application/json"
+        request_id = f"req_{secrets.token_hex(8)}".encode()
         headers = [
             (b"content-type", media_type),
             (b"cache-control", b"no-cache"),
-            (b"request-id", f"req_{secrets.token_hex(8)}".encode()),
+            (b"request-id", request_id),  # Anthropic's name
+            (b"x-request-id", request_id),  # OpenAI's
         ]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))

@@ -285,7 +285,7 @@ def _refuse(
         proxy.counters[f"refused_{refusal.kind.value}"] += 1
     status, body = dialect.error(refusal)
     unique = secrets.token_hex(8)
-    headers = {"request-id": f"req_{unique}"}
+    headers = {"request-id": f"req_{unique}", "x-request-id": f"req_{unique}"}  # Anthropic's name, OpenAI's
     if chat is not None and chat.stream:
         events = dialect.error_events(refusal, chat, unique, proxy.clock.now_s())
         if events:

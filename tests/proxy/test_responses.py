@@ -82,6 +82,7 @@ async def test_sdk_runs_a_tool_loop(stage: Stage) -> None:
     items: list[Any] = [{"role": "user", "content": "u"}]
     first = await client.responses.create(model="any", instructions="s", input=items, tools=[BASH], temperature=0.2)
     Response.model_validate(first.to_dict())
+    assert first._request_id and first._request_id.startswith("req_")
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
     assert (first.status, first.model, first.output_text, first.instructions) == ("completed", "any", "I look", "s")
     call = proxy.engine.calls[0]
@@ -434,6 +435,7 @@ async def test_errors_have_the_types_that_clients_expect(stage: Stage) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="m", input="u" * 9000)
     assert caught.value.code == "context_length_exceeded" and caught.value.type == "invalid_request_error"
+    assert caught.value.request_id and caught.value.request_id.startswith("req_")
     with pytest.raises(openai.NotFoundError) as missing:
         await client.post("/responses/compact", cast_to=object, body={"model": "m", "input": []})
     assert missing.value.type == "invalid_request_error"
