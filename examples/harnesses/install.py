@@ -172,7 +172,7 @@ def _fetch(archive: Archive, scratch: Path) -> Path:
 
 
 def _fetch_by_npm(archive: Archive, scratch: Path) -> Path:
-    command = ["npm", "pack", "--json", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
+    command = ["npm", "pack", "--loglevel=error", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
     command += ["--pack-destination", str(scratch), f"{archive.package}@{archive.version}"]
     try:
         done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=FETCH_LIMIT_S, check=False)
