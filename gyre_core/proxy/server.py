@@ -44,6 +44,9 @@ from gyre_core.types import Json
 
 logger = logging.getLogger(__name__)
 
+LONG_BODY = 2 * 2**20  # shorter ones cannot have enough arrays and objects to matter
+MAX_NODES = 1_000_000  # in a body: each takes some 80 bytes once parsed; real histories have a few thousand a megabyte
+MAX_PARTS = 4096  # of a body in memory: a client that sends single bytes must not cost an object for each
 KEY_PREFIX = "gyre-"  # of the keys that name a session
 
 _MESSAGES = MessagesDialect()
@@ -67,6 +70,7 @@ class Proxy:
         self.settings = settings
         self.clock = clock or SystemClock()
         self.renderer = PromptRenderer.load(settings.model_path, settings.renderer, settings.thinking_retention)
+        self.renderer.context_length = settings.context_length
         self.router = Router(self.clock)
         self.sampler = Sampler(self.router, connect or self._connect, attempts=settings.engine_attempts)
         self.sessions: dict[str, tuple[Session, bytes]] = {}  # with the SHA-256 of the key's token
@@ -239,7 +243,7 @@ async def _harness(proxy: Proxy, request: Request) -> Response:
         chat = _parse(dialect, body, request)
         if counts_only:
             return _json({"input_tokens": await session.count_tokens(chat)})
-        digest = xxhash.xxh3_128_digest(path.encode() + b"\n" + body)
+        digest = _digest(path, body)
         response = await _answer(proxy, session, chat, dialect, digest, share)
         share = None  # the response drops it
         return response
@@ -298,6 +302,8 @@ def _refuse(
 
 
 def _parse(dialect: Dialect, body: bytes, request: Request) -> ChatRequest:
+    if len(body) > LONG_BODY and body.count(b"[") + body.count(b"{") > MAX_NODES:
+        raise bad_request(f"the request body has more than {MAX_NODES} arrays and objects")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -318,17 +324,27 @@ async def _read_body(request: Request, limit: int, timeout_s: float, share: Pass
         if int(length) > limit:
             raise too_large
         share.grow(int(length))
-    parts = bytearray()
+    parts: list[bytes] = []  # joined once: a bytearray that grows costs five times as much for a long history
+    size = 0
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
-                parts += chunk
-                if len(parts) > limit:
+                parts.append(chunk)
+                if len(parts) > MAX_PARTS:
+                    parts = [b"".join(parts)]
+                size += len(chunk)
+                if size > limit:
                     raise too_large
-                share.grow(len(parts))
+                share.grow(size)
     except TimeoutError as error:
         raise bad_request(f"the request body did not arrive in {timeout_s:g} s") from error
-    return bytes(parts)
+    return b"".join(parts)
+
+
+def _digest(path: str, body: bytes) -> bytes:
+    digest = xxhash.xxh3_128(path.encode() + b"\n")
+    digest.update(body)
+    return digest.digest()
 
 
 def _api_key(request: Request) -> str:
