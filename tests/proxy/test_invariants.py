@@ -53,6 +53,8 @@ class RandomHarness:
             opening = [{"role": "user", "content": rng.choice(("task", "task one", "task two"))}]
             self.histories.append((dialect, opening, {**tools, **thinking}))
         dialect, messages, fields = rng.choice(self.histories[-6:])
+        if rng.random() < 0.1:
+            messages = self.moved(messages)
         self.proxy.engine.add_outputs([policy_output(rng)])
         extra = {"max_output_tokens" if dialect == "responses" else "max_tokens": rng.choice((3, 8, 500))}
         headers = {"x-agent-parent": "main"} if rng.random() < 0.2 else {}
@@ -77,8 +79,10 @@ class RandomHarness:
             message = {key: value for key, value in body["choices"][0]["message"].items() if value is not None}
             if rng.random() < 0.3:
                 message.pop("reasoning_content", None)
-            if rng.random() < 0.2 and message.get("content"):
-                message["content"] = message["content"].strip() if rng.random() < 0.7 else "rewritten"
+            if rng.random() < 0.3 and message.get("content"):
+                message["content"] = self.rewritten(message["content"])
+            if rng.random() < 0.1:
+                message.pop("tool_calls", None)
             message.setdefault("content", None)
             return message
         content = body["content"]
@@ -89,9 +93,30 @@ class RandomHarness:
                 {**block, "input": dict(reversed(block["input"].items()))} if block["type"] == "tool_use" else block
                 for block in content
             ]
+        if rng.random() < 0.15:
+            content = [
+                {**block, "text": self.rewritten(block["text"])} if block["type"] == "text" else block
+                for block in content
+                if block["type"] != "tool_use"
+            ]
         if rng.random() < 0.1:
             content = [{"type": "text", "text": "No response requested."}]
         return {"role": "assistant", "content": content}
+
+    def rewritten(self, text: str) -> str:
+        """A text trimmed, cut, with something behind it, or another one."""
+        cut = text[: self.rng.randrange(len(text) + 1)]
+        return self.rng.choice((text.strip(), cut, text + " and more", "rewritten"))
+
+    def moved(self, messages: list[Any]) -> list[Any]:
+        """A history as after a compaction, with a turn left out, or with a note about it."""
+        rng = self.rng
+        if len(messages) < 3:
+            return messages
+        position = rng.randrange(1, len(messages))
+        if rng.random() < 0.5:
+            return [{"role": "user", "content": "summary"}, *messages[position:]]
+        return messages[:position] + messages[position + 1 :]
 
     def items(self, body: Any) -> list[dict[str, Any]]:
         """The reply's items as this harness sends them back, and what follows them."""
@@ -144,7 +169,7 @@ def test_random_conversations_keep_every_invariant(
     first_call = len(proxy.engine.calls)
 
     async def play() -> None:
-        harness = await proxy.open(f"r{seed}")
+        harness = await proxy.open(f"r{seed}", on_change=random.Random(seed).choice(("keep", "fork")))
         player = RandomHarness(random.Random(seed), proxy, harness)
         for _ in range(num_steps):
             await player.step()
