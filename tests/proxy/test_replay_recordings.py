@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
+from gyre_core.trajectory.text import golden
 from infra.recordings import harness_of, runs_of
 from tests.support.replay import replay
 
@@ -37,6 +38,22 @@ async def test_recorded_runs_are_refused_nothing_under_the_other_policy(model_pa
         assert result.refusals == []
         kept = {"splice_changed_kept", "splice_empty_kept", "splice_joined", "splice_cut"}
         assert not kept & set(result.trajectory.counters)
+
+
+@pytest.mark.parametrize(
+    "run", ["cc220_fid", "cc220_c1", "cc220_529", "ccnew_cut_tool", "codex_cut", "qwen_cutcont", "oc_end"]
+)
+async def test_proxy_restarted_before_every_call_builds_the_same_tree(
+    model_path: Path, tmp_path: Path, run: str
+) -> None:
+    path = next(path for path, name in RUNS if name == run)
+    harness, version = harness_of(path)
+    rows = runs_of(path)[run]
+    once = await replay(model_path, rows, harness=harness, version=version)
+    again = await replay(model_path, rows, harness=harness, version=version, journal_dir=tmp_path)
+    assert again.refusals == []
+    assert {**again.summary(), "counters": {}} == {**once.summary(), "counters": {}}  # retries are counted anew
+    assert golden(again.trajectory.tree, str) == golden(once.trajectory.tree, str)
 
 
 def test_golden_numbers_say_why_a_run_has_more_than_one_branch() -> None:

@@ -10,7 +10,8 @@ nothing is random: the same run gives the same tree.
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ class Player:
     """Plays one run against one session."""
 
     def __init__(self, proxy: ProxyUnderTest, engine: ReplayEngine, api_key: str) -> None:
-        self._proxy = proxy
+        self.proxy = proxy
         self._engine = engine
         self._api_key = api_key
         self._ids: dict[str, str] = {}  # recorded id -> minted id
@@ -148,14 +149,18 @@ class Player:
         self.requests: Counter[str] = Counter()
         self.refusals: list[str] = []
 
-    async def play(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Begin and end the calls in the recorded order."""
+    async def play(
+        self, rows: Sequence[Mapping[str, Any]], restart: Callable[[], Awaitable[ProxyUnderTest]] | None
+    ) -> None:
+        """Begin and end the calls in the recorded order, with a new proxy process whenever none runs."""
         running: dict[int, _Running] = {}
         for _, starts, row in sorted(_moments(rows), key=lambda moment: (*moment[:2], moment[2]["n"])):
+            if starts and not running and restart is not None:
+                self.proxy = await restart()
             if not starts:
                 await self._end(running.pop(row["n"]))
             elif row["method"] != "POST":
-                response = await self._proxy.client.request(row["method"], row["path"])
+                response = await self.proxy.client.request(row["method"], row["path"])
                 self.requests["probes"] += 1
                 assert response.status_code == 200, row["path"]
             elif row["api"] == "count_tokens":
@@ -277,18 +282,34 @@ class Player:
                     gone.set()
                     await asyncio.sleep(0)  # the server learns of it now
 
-        await self._proxy.app(scope, receive, send)  # pyright: ignore[reportArgumentType]
+        await self.proxy.app(scope, receive, send)  # pyright: ignore[reportArgumentType]
         if reply.status == 200 and row["api"] != "count_tokens":
             _read_ids(reply)
         return reply
 
 
 async def replay(
-    model_path: Path, rows: Sequence[Mapping[str, Any]], *, harness: str, version: str, **settings: Any
+    model_path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    harness: str,
+    version: str,
+    journal_dir: Path | None = None,
+    **settings: Any,
 ) -> Replayed:
-    """Play one run on a proxy of its own; checks the tree's invariants and that each sampled token is there once."""
+    """Play one run on a proxy of its own; checks the tree's invariants and that each sampled token is there once.
+
+    With a `journal_dir` the proxy is restarted from its journal before each call that overlaps no other.
+    """
     engine = ReplayEngine()
-    async with running_proxy(model_path, engine, context_length=CONTEXT_LENGTH) as proxy:
+    async with AsyncExitStack() as stack:
+
+        async def start() -> ProxyUnderTest:
+            await stack.aclose()
+            fields = {"context_length": CONTEXT_LENGTH, "journal_dir": journal_dir}
+            return await stack.enter_async_context(running_proxy(model_path, engine, **fields))
+
+        proxy = await start()
         body = {
             "rollout_id": rows[0]["run"],
             "harness": {"name": harness, "version": version},
@@ -296,10 +317,10 @@ async def replay(
             **settings,
         }
         response = await proxy.client.post("/admin/sessions", json=body, headers=ADMIN_HEADERS)
-        session = Harness(proxy.client, **response.raise_for_status().json())
-        player = Player(proxy, engine, session.api_key)
-        await player.play(rows)
-        trajectory = await session.seal()
+        names = response.raise_for_status().json()
+        player = Player(proxy, engine, names["api_key"])
+        await player.play(rows, start if journal_dir is not None else None)
+        trajectory = await Harness(player.proxy.client, **names).seal()
     assert_exact(trajectory, engine)
     assert len(trajectory.calls) == len(engine.calls)
     return Replayed(trajectory=trajectory, requests=player.requests, refusals=player.refusals, engine=engine)
