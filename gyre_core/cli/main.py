@@ -83,6 +83,42 @@ def inspect(
 
 
 @app.command()
+def replay(
+    run: Annotated[str, typer.Argument(help="run", show_default=False)],
+    step: Annotated[int, typer.Option("--step", help="step, from 1 as `gyre inspect` counts", show_default=False)],
+    settings: Annotated[list[str] | None, typer.Argument(help="with --reselect: J=3, min_group=2, ...")] = None,
+    regrade: Annotated[bool, typer.Option("--regrade", help="grade kept workspaces with today's verifiers")] = False,
+    reselect: Annotated[bool, typer.Option("--reselect", help="select with other settings and compare")] = False,
+    retrain: Annotated[bool, typer.Option("--retrain", help="train again; must give the same bits")] = False,
+    role_order: Annotated[str | None, typer.Option("--role-order", help="with --reselect: main,sub-agent,...")] = None,
+    problems: Annotated[Path | None, typer.Option("--problems", help="with --regrade: another folder of them")] = None,
+    runs_dir: RunsDirOption = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """Tell a stored step again: check it, or --reselect, --regrade, --retrain it. Writes nothing to the run's store.
+
+    Exit code 1 when what is computed again is not what is stored.
+    """
+    from gyre_core.cli.replay import run_replay
+
+    result, text = run_replay(
+        runs_dir,
+        run,
+        step,
+        chosen={"regrade": regrade, "reselect": reselect, "retrain": retrain},
+        settings=settings or [],
+        role_order=role_order,
+        problems=problems,
+    )
+    if as_json:
+        print_result(result)
+    else:
+        sys.stdout.write(text + "\n")
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Report what this machine has and lacks, with the command that mends it. Exit code 1 when something lacks."""
     from gyre_core.doctor import run_checks
@@ -166,6 +202,25 @@ def tree(
     else:
         for name, value in tree_rows(result):
             sys.stdout.write(f"{name:20s} {value}\n")
+
+
+@bench_app.command(name="proxy")
+def bench_proxy_command(
+    quick: Annotated[bool, typer.Option("--quick", help="a part of the table, in about a minute")] = False,
+    without_litellm: Annotated[bool, typer.Option("--without-litellm", help="measure Gyre's proxy alone")] = False,
+    litellm_venv: Annotated[
+        Path, typer.Option(help="environment that LiteLLM is installed into on demand (from the configured index)")
+    ] = Path(".bench/litellm"),
+    as_json: JsonOption = False,
+) -> None:
+    """What the proxy adds to a call, beside what LiteLLM's proxy adds: same client, same engine, same rounds."""
+    from gyre_core.bench.proxy import FULL, QUICK, bench_proxy, proxy_lines
+
+    result = bench_proxy(QUICK if quick else FULL, litellm_environment=None if without_litellm else litellm_venv)
+    if as_json:
+        print_result(result)
+    else:
+        sys.stdout.write("\n".join(proxy_lines(result)) + "\n")
 
 
 def main() -> None:

@@ -1,0 +1,309 @@
+"""`gyre bench proxy`: what Gyre's proxy adds to a call, beside what LiteLLM's proxy adds.
+
+Enters: how many sessions at once, histories of how many tokens. Leaves: for each of them, streamed and not, the latency
+through each proxy minus that of the same client calling the engine itself, in the same round. All speak the Chat API;
+the engine answers at once with the same reply; engine, proxies and client are one process each. A round calls each
+contender in turn, in an order that rotates, so that a noisy machine disturbs all of them alike.
+"""
+
+import asyncio
+import contextlib
+import gc
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import uvloop
+
+from gyre_core.bench.proxy_client import Connection, Conversation
+from gyre_core.bench.proxy_engine import FixedReply
+from gyre_core.bench.proxy_history import Corpus, History
+from gyre_core.bench.proxy_servers import (
+    LITELLM,
+    Server,
+    admin_headers,
+    engine_server,
+    gyre_server,
+    install_litellm,
+    litellm_server,
+)
+from gyre_core.errors import GyreError
+
+DIRECT, GYRE, LITELLM_NAME = "direct", "gyre", "litellm"
+_TURNS_A_CONVERSATION = 10  # measured calls before a lone conversation is replaced, so that its length stays near
+_OPENING_AT_ONCE = 4  # first calls of sessions render the whole history
+_SHORT, _MIDDLE, _LONG = 2_000, 20_000, 200_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One cell of the table.
+
+    Example: Cell(sessions=64, history=20_000, rounds=4)
+    """
+
+    sessions: int  # conversations that call at once
+    history: int  # tokens
+    rounds: int
+
+
+QUICK = (
+    Cell(sessions=1, history=_SHORT, rounds=30),
+    Cell(sessions=1, history=_MIDDLE, rounds=30),
+    Cell(sessions=1, history=_LONG, rounds=20),
+    Cell(sessions=64, history=_SHORT, rounds=2),
+    Cell(sessions=64, history=_MIDDLE, rounds=1),
+    Cell(sessions=512, history=_SHORT, rounds=1),
+)
+FULL = (
+    *(Cell(sessions=1, history=history, rounds=100) for history in (_SHORT, _MIDDLE, _LONG)),
+    *(Cell(sessions=64, history=history, rounds=4) for history in (_SHORT, _MIDDLE, _LONG)),
+    *(Cell(sessions=512, history=history, rounds=2) for history in (_SHORT, _MIDDLE, _LONG)),
+)
+
+
+@dataclass(slots=True)
+class _Samples:
+    """Latencies of one contender in one cell, in seconds."""
+
+    rounds: list[list[float]] = field(default_factory=list)
+    cpu_s: float = 0.0
+    num_events: int = 1
+
+
+@dataclass(slots=True)
+class _Contender:
+    name: str
+    server: Server
+    conversations: list[Conversation] = field(default_factory=list)
+
+
+def bench_proxy(cells: Sequence[Cell], *, litellm_environment: Path | None) -> dict[str, Any]:
+    """Measure; without LiteLLM when no environment for it is given. Raises GyreError when a call fails."""
+    if litellm_environment is not None:
+        install_litellm(litellm_environment)
+    started = time.monotonic()
+    corpus = Corpus()
+    reply = corpus.reply()
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        engine = stack.enter_context(engine_server(folder, reply))
+        slots = max(cell.sessions for cell in cells)
+        model_path = corpus.save_model(folder / "model")
+        gyre = stack.enter_context(gyre_server(folder, model_path, engine, slots=slots))
+        contenders = [_Contender(DIRECT, engine), _Contender(GYRE, gyre)]
+        if litellm_environment is not None:
+            litellm = stack.enter_context(litellm_server(folder, litellm_environment, engine))
+            contenders.append(_Contender(LITELLM_NAME, litellm))
+        bench = _Bench(corpus, reply, contenders)
+        rows = [row for cell in cells for row in uvloop.run(bench.measure(cell))]
+    raise_unless_continued(bench.counters)
+    result = headline(rows)
+    result["gyre_counters"] = {name: count for name, count in bench.counters.items() if name.startswith("substitution")}
+    result["litellm"] = LITELLM if litellm_environment is not None else None
+    result["wall_s"] = round(time.monotonic() - started, 1)
+    return {**result, "table": rows}
+
+
+def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers that goals are about, None where the table lacks a cell."""
+
+    def of(contender: str, history: int, name: str, *, stream: bool = False) -> float | None:
+        for row in rows:
+            wanted = (contender, 1, history, stream)
+            if (row["proxy"], row["sessions"], row["history_tokens"], row["stream"]) == wanted:
+                return row[name]
+        return None
+
+    gyre, litellm = of(GYRE, _MIDDLE, "overhead_p50_ms"), of(LITELLM_NAME, _MIDDLE, "overhead_p50_ms")
+    long, short = of(GYRE, _LONG, "overhead_p50_ms"), of(GYRE, _SHORT, "overhead_p50_ms")
+    parse_long, parse_short = of(GYRE, _LONG, "body_parse_ms"), of(GYRE, _SHORT, "body_parse_ms")
+    growth = None
+    if long is not None and short is not None and parse_long is not None and parse_short is not None:
+        growth = (long - parse_long) / (short - parse_short)
+    return {
+        "overhead_ratio_vs_litellm": _rounded(gyre / litellm if gyre is not None and litellm else None),
+        "overhead_200k_over_2k": _rounded(growth),
+        "body_parse_ms": parse_long,
+        "stream_ms_per_event_p50": of(GYRE, _MIDDLE, "ms_per_event_p50", stream=True),
+    }
+
+
+class _Bench:
+    """Measures cells, one after another."""
+
+    def __init__(self, corpus: Corpus, reply: FixedReply, contenders: list[_Contender]) -> None:
+        self._corpus = corpus
+        self._reply = reply
+        self._contenders = contenders
+        self._num_opened = 0
+        self.counters: Counter[str] = Counter()  # of Gyre's sessions that are closed
+
+    async def measure(self, cell: Cell) -> list[dict[str, Any]]:
+        """The rows of a cell: each proxy, not streamed and streamed."""
+        history = self._corpus.history(cell.history)
+        samples: dict[tuple[str, bool], _Samples] = defaultdict(_Samples)
+        ended: dict[str, float] = {}
+        parse_s: list[float] = []
+        try:
+            for number in range(cell.rounds):
+                if number == 0 or (cell.sessions == 1 and number % (_TURNS_A_CONVERSATION // 2) == 0):
+                    await self._open(cell, history)
+                shift = number % len(self._contenders)
+                for contender in self._contenders[shift:] + self._contenders[:shift]:
+                    for stream in (False, True):
+                        await self._round(contender, samples[contender.name, stream], stream=stream)
+                parse_s.append(_parse_s(self._contenders[0].conversations[0].body(stream=False)))
+            for contender in self._contenders:
+                ended[contender.name] = contender.server.memory_mb()
+        finally:
+            await self._close()
+        rows = []
+        for contender in self._contenders[1:]:
+            for stream in (False, True):
+                row = _row(cell, contender.name, samples, stream=stream)
+                row["body_parse_ms"] = _ms(float(np.median(parse_s)))
+                row["memory_mb"] = round(ended[contender.name], 1)
+                rows.append(row)
+        return rows
+
+    async def _round(self, contender: _Contender, samples: _Samples, *, stream: bool) -> None:
+        """One call of every conversation of a contender, all at once."""
+        gc.collect()
+        gc.disable()  # a collection in the middle of a call would be measured
+        try:
+            cpu_s = contender.server.cpu_s()
+            answers = await asyncio.gather(*(talk.call(stream=stream) for talk in contender.conversations))
+            samples.cpu_s += contender.server.cpu_s() - cpu_s
+        finally:
+            gc.enable()
+        samples.rounds.append([answer.seconds for answer in answers])
+        samples.num_events = answers[0].num_events
+
+    async def _open(self, cell: Cell, history: History) -> None:
+        """New conversations, the same for all contenders; each has been answered once."""
+        await self._close()
+        for contender in self._contenders:
+            for _ in range(cell.sessions):
+                key = contender.server.secret or "none"
+                if contender.name == GYRE:
+                    key = await self._create_session(contender.server)
+                connection = await Connection.open(contender.server.port)
+                talk = Conversation(connection, key, history, self._corpus, self._reply)
+                contender.conversations.append(talk)
+            if contender.name == GYRE:
+                gate = asyncio.Semaphore(_OPENING_AT_ONCE)
+                await asyncio.gather(*(_first_call(talk, gate) for talk in contender.conversations))
+            else:  # keeps nothing of a conversation: its first call needs not be made
+                for talk in contender.conversations:
+                    talk.skip_call()
+            await contender.conversations[0].call(stream=False)
+
+    async def _create_session(self, server: Server) -> str:
+        self._num_opened += 1
+        body = {"rollout_id": f"bench-{self._num_opened}", "sampling": {"temperature": 1.0}}
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            url = f"http://127.0.0.1:{server.port}/admin/sessions"
+            response = await client.post(url, json=body, headers=admin_headers(server))
+        response.raise_for_status()
+        return response.json()["api_key"]
+
+    async def _close(self) -> None:
+        """End all conversations, and Gyre's sessions with them."""
+        for contender in self._contenders:
+            for talk in contender.conversations:
+                talk.close()
+            if contender.name == GYRE and contender.conversations:
+                headers = admin_headers(contender.server)
+                base_url = f"http://127.0.0.1:{contender.server.port}"
+                async with httpx.AsyncClient(trust_env=False, timeout=30, base_url=base_url, headers=headers) as client:
+                    self.counters.update((await client.get("/admin/status")).json()["counters"])
+                    for talk in contender.conversations:
+                        session_id = talk.key.split("-")[1]
+                        (await client.delete(f"/admin/sessions/{session_id}")).raise_for_status()
+            contender.conversations = []
+
+
+async def _first_call(talk: Conversation, gate: asyncio.Semaphore) -> None:
+    async with gate:
+        await talk.call(stream=False)
+
+
+def _row(cell: Cell, name: str, samples: dict[tuple[str, bool], _Samples], *, stream: bool) -> dict[str, Any]:
+    own, direct = samples[name, stream], samples[DIRECT, stream]
+    plain = samples[name, False]
+    baselines = [float(np.median(latencies)) for latencies in direct.rounds]
+    medians = [
+        float(np.median(latencies)) - baseline for latencies, baseline in zip(own.rounds, baselines, strict=True)
+    ]
+    overheads = [
+        seconds - baseline for latencies, baseline in zip(own.rounds, baselines, strict=True) for seconds in latencies
+    ]
+    added = [
+        (float(np.median(streamed)) - float(np.median(whole))) / own.num_events
+        for streamed, whole in zip(own.rounds, plain.rounds, strict=True)
+    ]
+    num_calls = sum(len(latencies) for latencies in own.rounds)
+    return {
+        "proxy": name,
+        "sessions": cell.sessions,
+        "history_tokens": cell.history,
+        "stream": stream,
+        "calls": num_calls,
+        "overhead_p50_ms": _ms(float(np.median(medians))),
+        "overhead_p99_ms": _ms(float(np.percentile(overheads, 99))),
+        "direct_p50_ms": _ms(float(np.median(baselines))),
+        "cpu_ms_a_call": _ms(own.cpu_s / num_calls),
+        "events": own.num_events,
+        "ms_per_event_p50": _ms(float(np.median(added))) if stream else None,
+    }
+
+
+def _parse_s(body: bytes) -> float:
+    """Seconds to parse a body that was just made, as a proxy does: once, from memory that no cache holds."""
+    started = time.perf_counter()
+    parsed = orjson.loads(body)
+    seconds = time.perf_counter() - started
+    assert parsed
+    return seconds
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def proxy_lines(result: dict[str, Any]) -> Iterator[str]:
+    """The result for people."""
+    columns = ("sessions", "history_tokens", "stream", "proxy")
+    numbers = ("overhead_p50_ms", "overhead_p99_ms", "direct_p50_ms", "cpu_ms_a_call", "memory_mb")
+    yield "sessions  history  stream  proxy     overhead p50   p99 (ms)  direct p50   CPU a call  memory (MB)"
+    for row in result["table"]:
+        sessions, history, stream, name = (row[column] for column in columns)
+        p50, p99, direct, cpu, memory = (row[column] for column in numbers)
+        yield (
+            f"{sessions:8d}  {history:7d}  {'yes' if stream else 'no':6s}  {name:8s}  {p50:12.2f}  {p99:9.2f}  "
+            f"{direct:10.2f}  {cpu:10.2f}  {memory:11.0f}"
+        )
+    for name, value in result.items():
+        if name != "table":
+            yield f"{name:28s} {value}"
+
+
+def raise_unless_continued(counters: Mapping[str, int]) -> None:
+    """Raise GyreError when sessions were not continued token by token: the numbers would be of something else.
+
+    A session's first call holds replies that nobody sampled (`synthetic`): its history. Of the others all are `clean`.
+    """
+    if not counters.get("substitution_clean", 0) or counters.get("substitution_forked", 0):
+        raise GyreError(f"the proxy did not continue the conversations: {counters}")
