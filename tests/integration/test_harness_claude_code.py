@@ -10,14 +10,15 @@ from tests.support.harnesses import assert_recorded, assert_steps, assert_surviv
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(700)]
 
 
-def test_claude_code_tour_shows_a_sub_agent_and_a_compaction(tmp_path: Path) -> None:
+def test_claude_code_tour_shows_two_sub_agents_at_once_and_a_compaction(tmp_path: Path) -> None:
     run = run_harness("claude-code", "tour", tmp_path, timeout_s=680)  # with the installation
     # After a compaction it repeats its newest assistant turn behind the summary: known tokens at a new place.
-    assert_recorded(run, {"main": 7, "main-summary": 1, "sub-agent": 2}, {"clean": 9, "forked": 1})
+    assert_recorded(run, {"main": 7, "main-summary": 1, "sub-agent": 4}, {"clean": 11, "forked": 1})
     assert_steps(run, Role.MAIN, "main", 7)
     assert_steps(run, Role.SUB_AGENT, "sub", 2)
-    assert run.summary["branches"] == {"main": 2, "main-summary": 1, "sub-agent": 1}
-    assert (run.workspace / "sub.txt").read_text() == "sub\n"
+    assert_steps(run, Role.SUB_AGENT, "aide", 2)
+    assert run.summary["branches"] == {"main": 2, "main-summary": 1, "sub-agent": 2}
+    assert (run.workspace / "aide.txt").read_text() == "aide\n"
 
 
 def test_claude_code_silent_engine_is_waited_for(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def assert_recorded(run: HarnessRun, roles: dict[str, int], substitutions: dict[
 
 def assert_steps(run: HarnessRun, role: Role, thread: str, num_steps: int) -> None:
     """The thread's steps were sampled in calls of this role, in order, each once."""
-    marks = [text[text.index(f"[{thread} ") :].partition("]")[0] for kind, text in run.outputs() if kind is role]
+    texts = [text for kind, text in run.outputs() if kind is role and f"[{thread} " in text]
+    marks = [text[text.index(f"[{thread} ") :].partition("]")[0] for text in texts]
     assert marks == [f"[{thread} {number}" for number in range(1, num_steps + 1)]
 
 
