@@ -10,6 +10,7 @@ that came back, else its text as the template renders it. None of these are targ
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from gyre_core.proxy.conversation import Message, trimmed
 from gyre_core.proxy.render import PromptRenderer
@@ -35,30 +36,45 @@ class NewMessages:
 
 
 def assemble(new: NewMessages, renderer: PromptRenderer, history: Callable[[], Sequence[Message]]) -> list[int] | None:
-    """The ids that follow `output`, up to where the policy goes on; None when they cannot simply follow."""
+    """The ids that follow `output`, up to where the policy goes on; None when they cannot simply follow.
+
+    `history` gives all messages before the new ones; only templates without a bridge of their own ask for it.
+    """
+    try:
+        return _assemble(new, renderer, history)
+    except ValueError:  # the template refuses a part; it may take the whole
+        return None
+
+
+def _assemble(new: NewMessages, renderer: PromptRenderer, history: Callable[[], Sequence[Message]]) -> list[int] | None:
     tail, turn = list(new.tail), None if new.output is None else list(new.output)
     added: list[int] = []
-    waiting: list[Message] = []
-    for position, message in zip(new.positions, new.messages, strict=True):
+    first = 0  # of the messages since the last assistant's
+    for index, (position, message) in enumerate(zip(new.positions, new.messages, strict=True)):
         if message.role != "assistant":
-            waiting.append(message)
             continue
         between: list[int] | None = [] if turn is None else None
-        if turn is not None and waiting:
-            between = renderer.extend(tail, turn, waiting, new.tools, history)
+        if turn is not None and first < index:
+            known = partial(_joined, history, new.messages[:first])
+            between = renderer.extend(tail, turn, new.messages[first:index], new.tools, known)
         stand_in = _stand_in(position, message, new.plan, renderer)
         if between is None or stand_in is None:
             return None
         tail = (tail + (turn or []) + between)[-TAIL_TOKENS:]
         turn = stand_in
         added += between + turn
-        waiting = []
-    if not waiting:  # the last message is the assistant's: the policy goes on with it
+        first = index + 1
+    if first == len(new.messages):  # the last message is the assistant's: the policy goes on with it
         if added and added[-1] in renderer.stop_token_ids:
             added.pop()
         return added
-    last = renderer.extend(tail, turn or [], waiting, new.tools, history)
+    known = partial(_joined, history, new.messages[:first])
+    last = renderer.extend(tail, turn or [], new.messages[first:], new.tools, known)
     return None if last is None else added + last
+
+
+def _joined(history: Callable[[], Sequence[Message]], more: Sequence[Message]) -> list[Message]:
+    return [*history(), *more]
 
 
 def _stand_in(position: int, message: Message, plan: Plan, renderer: PromptRenderer) -> list[int] | None:

@@ -61,6 +61,7 @@ async def build_prompt(
                     anchor_call=anchor.call_id,
                     substitution=plan.substitution,
                 )
+        renderer.check_length(len(orjson.dumps(tools)))
         rendered = await _rendered(request, plan, tools, renderer)
         check_vocabulary(rendered, renderer.vocab_size)
     except ValueError as error:
@@ -94,7 +95,7 @@ async def _rendered(request: ChatRequest, plan: Plan, tools: Sequence[Json], ren
         opening = [message for _, message in positioned[:first]]
         begin = await renderer.run(opening, partial(renderer.render, opening, tools))
         # The first assistant message is the turn that the opening ends in.
-        rest = await _assembled(begin, None, positioned[first:], plan, tools, renderer, lambda: ())
+        rest = await _assembled(begin, None, positioned[first:], plan, tools, renderer, lambda: opening)
         if rest is not None:
             return begin + rest
     messages = [message for _, message in positioned]

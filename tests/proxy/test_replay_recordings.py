@@ -13,6 +13,7 @@ import pytest
 from gyre_core.trajectory.text import golden
 from infra.recordings import harness_of, runs_of
 from tests.support.replay import replay
+from tests.support.tokenizer import save_model_folder
 
 FOLDER = Path(__file__).parent / "recordings"
 RECORDINGS = sorted(FOLDER.glob("*.jsonl.gz"))
@@ -38,6 +39,22 @@ async def test_recorded_runs_are_refused_nothing_under_the_other_policy(model_pa
         assert result.refusals == []
         kept = {"splice_changed_kept", "splice_empty_kept", "splice_joined", "splice_cut"}
         assert not kept & set(result.trajectory.counters)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [("qwen3", {"thinking_retention": "tool_cycle"}), ("other", {"renderer": "default"})],
+    ids=["thoughts-dropped", "any-template"],
+)
+@pytest.mark.parametrize("path", RECORDINGS, ids=[path.name for path in RECORDINGS])
+async def test_recorded_runs_are_refused_nothing_with_other_templates(
+    tmp_path: Path, path: Path, model_type: str, fields: dict[str, Any]
+) -> None:
+    harness, version = harness_of(path)
+    model_path = save_model_folder(tmp_path, model_type=model_type)
+    for rows in runs_of(path).values():
+        result = await replay(model_path, rows, harness=harness, version=version, proxy_fields=fields)
+        assert result.refusals == []
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,7 @@ async def replay(
     harness: str,
     version: str,
     journal_dir: Path | None = None,
+    proxy_fields: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Replayed:
     """Play one run on a proxy of its own; checks the tree's invariants and that each sampled token is there once.
@@ -306,7 +307,7 @@ async def replay(
 
         async def start() -> ProxyUnderTest:
             await stack.aclose()
-            fields = {"context_length": CONTEXT_LENGTH, "journal_dir": journal_dir}
+            fields = {"context_length": CONTEXT_LENGTH, "journal_dir": journal_dir, **(proxy_fields or {})}
             return await stack.enter_async_context(running_proxy(model_path, engine, **fields))
 
         proxy = await start()
