@@ -8,6 +8,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from gyre_core.replay.section import REPLAY, replay_section
 from gyre_core.store import StepRecord
 from tasks.context import Box, RunContext
 from tasks.training import TrainedStep
@@ -36,6 +37,8 @@ def publish_weights(run: RunContext, step_label: int) -> Box[dict[str, Any]]:
         {
             "checkpoint": path.name,
             "checkpoint_s": saved["seconds"],
+            "weights_after": saved.get("weights_digest", ""),
+            "back_end": saved.get("back_end", {}),
             "publish": published,
             "publish_s": time.monotonic() - started,
         }
@@ -90,6 +93,17 @@ def commit_step(
             "groups": {group.group_id: group.commit_seq for group in groups.value},
             "publish": report["publish"],
             "decisions": run.decisions,
+            "workspaces": {
+                "kept": sum(group.workspaces_kept for group in groups.value),
+                "dropped": {name: why for group in groups.value for name, why in group.workspaces_dropped.items()},
+            },
+            REPLAY: replay_section(
+                run.config,
+                learning_rate=result.stats["learning_rate"],
+                weights_before=result.weights_before,
+                weights_after=report["weights_after"],
+                back_end=report["back_end"],
+            ),
         },
     )
     run.store.commit_step(record, token=f"step-{step:06d}")

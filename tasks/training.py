@@ -24,6 +24,7 @@ class TrainedStep:
     stats: dict[str, float] = field(default_factory=dict)
     groups_trained: tuple[str, ...] = ()
     groups_dropped: dict[str, str] = field(default_factory=dict)
+    weights_before: str = ""  # digest of the weights that the step started from
 
 
 @task(name="stream_train", task_run_name="step {step_label} / train", cache_policy=NO_CACHE)
@@ -77,5 +78,6 @@ def stream_train(run: RunContext, step_label: int, groups: Box[list[CompleteGrou
             stats=stats,
             groups_trained=tuple(trained),
             groups_dropped=dropped,
+            weights_before=str(step.get("weights_before", "")),
         )
     )

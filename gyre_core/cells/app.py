@@ -69,12 +69,14 @@ def create_app(settings: CellSettings) -> Starlette:
         Route("/train/optimizer_step", verb(lambda body: host.optimizer_step(**body)), methods=["POST"]),
         Route("/train/skip_step", verb(lambda body: host.skip_step(**body)), methods=["POST"]),
         Route("/train/reset", verb(lambda _: host.reset_gradients()), methods=["POST"]),
+        Route("/train/weights", verb(lambda _: host.weights()), methods=["POST"]),
         Route("/publish", verb(lambda _: host.publish()), methods=["POST"]),
         Route(
             "/checkpoint/save",
             verb(lambda body: host.save_checkpoint(Path(body["path"]), body["extra"])),
             methods=["POST"],
         ),
+        Route("/checkpoint/compare", verb(lambda body: host.compare_checkpoint(Path(body["path"]))), methods=["POST"]),
     ]
     return Starlette(
         routes=routes, lifespan=lifespan, middleware=[Middleware(BaseHTTPMiddleware, dispatch=authenticate)]

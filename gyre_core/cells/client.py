@@ -47,9 +47,14 @@ class CellClient:
         """Forward and backward of some branches; gradients accumulate. Returns keys by micro-step and their stats."""
         return self._call("POST", "/train/micro_step", content=branches_to_ipc(branches))
 
-    def optimizer_step(self, *, num_rollouts: int, policy_version: int) -> dict[str, Any]:
-        """Scale gradients by 1/num_rollouts, clip, step; the weights become `policy_version`. Returns stats."""
-        body = {"num_rollouts": num_rollouts, "policy_version": policy_version}
+    def optimizer_step(
+        self, *, num_rollouts: int, policy_version: int, learning_rate: float | None = None
+    ) -> dict[str, Any]:
+        """Scale gradients by 1/num_rollouts, clip, step; the weights become `policy_version`. Returns stats.
+
+        Without a learning rate the step takes the configuration's.
+        """
+        body = {"num_rollouts": num_rollouts, "policy_version": policy_version, "learning_rate": learning_rate}
         return self._call("POST", "/train/optimizer_step", json=body)
 
     def skip_step(self, *, policy_version: int) -> dict[str, Any]:
@@ -65,8 +70,16 @@ class CellClient:
         return self._call("POST", "/publish", json={})
 
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> dict[str, Any]:
-        """Write weights, optimizer and rng below `path`, with `extra` beside them."""
+        """Write weights, optimizer and rng below `path`, with `extra` beside them; the reply names their digest."""
         return self._call("POST", "/checkpoint/save", json={"path": path, "extra": extra})
+
+    def weights(self) -> dict[str, Any]:
+        """`weights_digest` of the trainer and its `back_end`: versions, device, threads."""
+        return self._call("POST", "/train/weights", json={})
+
+    def compare_checkpoint(self, path: str) -> dict[str, Any]:
+        """The trainer's state against a checkpoint's (train.stats.StateDifference); it holds the latter afterwards."""
+        return self._call("POST", "/checkpoint/compare", json={"path": path})
 
     def close(self) -> None:
         self._http.close()

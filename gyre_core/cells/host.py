@@ -36,6 +36,8 @@ PUBLISH_ATTEMPTS = 3  # the second as the first, the third through files
 class CellHost:
     """One cell. `start()` returns when engine and trainer are warm; `stop()` leaves no process behind.
 
+    Without engine settings it is a trainer alone: it trains and compares, and publishes to nobody.
+
     Example: host = CellHost(settings); await host.start(); await host.role("train", epoch=0)
     """
 
@@ -54,6 +56,11 @@ class CellHost:
         """Boot the engine and build the trainer side by side; returns seconds by phase."""
         started = time.monotonic()
         settings = self.settings
+        if settings.engine is None:
+            await self._on_trainer_thread(self._build_trainer)
+            self._published = self.policy_version  # nobody serves it
+            self.status = self.status.moved(CellState.ROLLOUT)
+            return {"total_s": time.monotonic() - started}
         engine = self._start_engine()
         trainer_built = asyncio.ensure_future(self._on_trainer_thread(self._build_trainer))
         try:
@@ -115,17 +122,25 @@ class CellHost:
         async with self._lock:
             return await self._on_trainer_thread(work)
 
-    async def optimizer_step(self, *, num_rollouts: int, policy_version: int) -> dict[str, Any]:
-        """One optimizer step; `policy_version` must be the next one."""
+    async def optimizer_step(
+        self, *, num_rollouts: int, policy_version: int, learning_rate: float | None = None
+    ) -> dict[str, Any]:
+        """One optimizer step; `policy_version` must be the next one. Without a learning rate the configuration's.
+
+        `weights_before` in the reply is the digest of the weights that the step started from.
+        """
         self._require(CellState.TRAINING)
         if policy_version != self.policy_version + 1:
             raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
 
         def work() -> dict[str, Any]:
             started = time.monotonic()
-            rate = self.settings.train.learning_rate_at(policy_version - 1)
+            rate = learning_rate
+            if rate is None:
+                rate = self.settings.train.learning_rate_at(policy_version - 1)
+            before = self._built_trainer().weights_digest()
             stats = self._built_trainer().optimizer_step(num_rollouts, rate)
-            return {**asdict(stats), "seconds": time.monotonic() - started}
+            return {**asdict(stats), "weights_before": before, "seconds": time.monotonic() - started}
 
         async with self._lock:
             stats = await self._on_trainer_thread(work)
@@ -138,8 +153,9 @@ class CellHost:
         async with self._lock:
             if policy_version != self.policy_version + 1:
                 raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
+            before = await self._on_trainer_thread(lambda: self._built_trainer().weights_digest())
             self.policy_version = policy_version
-            return {"grad_norm": 0.0, "policy_version": policy_version}
+            return {"grad_norm": 0.0, "weights_before": before, "policy_version": policy_version}
 
     async def reset_gradients(self) -> None:
         """Drop accumulated gradients."""
@@ -172,13 +188,40 @@ class CellHost:
                     return {**asdict(report), "failures": failures}
 
     async def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> dict[str, Any]:
-        """Whole or absent: written beside `path`, then renamed."""
+        """Whole or absent: written beside `path`, then renamed. The reply has the weights' digest and the back end."""
 
         def work() -> dict[str, Any]:
             started = time.monotonic()
-            self._built_trainer().save_checkpoint(path, extra)
+            trainer = self._built_trainer()
+            trainer.save_checkpoint(path, extra)
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            return {"path": str(path), "bytes": size, "seconds": time.monotonic() - started}
+            return {
+                "path": str(path),
+                "bytes": size,
+                "weights_digest": trainer.weights_digest(),
+                "back_end": trainer.back_end(),
+                "seconds": time.monotonic() - started,
+            }
+
+        async with self._lock:
+            return await self._on_trainer_thread(work)
+
+    async def weights(self) -> dict[str, Any]:
+        """Digest of the trainer's weights, and the back end that holds them."""
+
+        def work() -> dict[str, Any]:
+            trainer = self._built_trainer()
+            return {"weights_digest": trainer.weights_digest(), "back_end": trainer.back_end()}
+
+        async with self._lock:
+            return await self._on_trainer_thread(work)
+
+    async def compare_checkpoint(self, path: Path) -> dict[str, Any]:
+        """The trainer's state against a checkpoint's; the trainer holds the checkpoint's afterwards."""
+        self._require(CellState.TRAINING)
+
+        def work() -> dict[str, Any]:
+            return asdict(self._built_trainer().compare_checkpoint(path))
 
         async with self._lock:
             return await self._on_trainer_thread(work)
@@ -211,6 +254,7 @@ class CellHost:
 
     def _start_engine(self) -> SGLangServer:
         settings = self.settings
+        assert settings.engine is not None, "a trainer alone has no engine"
         self._engine = SGLangServer(
             settings.engine,
             settings.model_path,
@@ -229,11 +273,12 @@ class CellHost:
 
     async def _mend_engine(self, *, last_try: bool) -> None:
         """After a failed publication: an engine that runs and a publisher for it. The engine takes no calls yet."""
-        assert self._engine is not None and self._publisher is not None
+        settings = self.settings.engine
+        assert self._engine is not None and self._publisher is not None and settings is not None
         engine = self._engine
         if not engine.running():
             engine = self._start_engine()
-            await asyncio.to_thread(engine.wait_ready, self.settings.engine.boot_timeout_s)
+            await asyncio.to_thread(engine.wait_ready, settings.boot_timeout_s)
         self._publisher.close()
         transfer = self.settings.transfer
         if last_try and transfer.backend == "auto":

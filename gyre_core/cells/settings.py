@@ -6,7 +6,7 @@ from gyre_core.config.models import EngineConfig, LaxPath, Section, TrainConfig,
 
 
 class CellSettings(Section):
-    """One cell: an engine and a trainer on the same devices.
+    """One cell: an engine and a trainer on the same devices, or a trainer alone.
 
     Example: CellSettings(cell_id="cell-0", port=8101, secret="...", model_path=Path("policy"), work_dir=Path("w"), ...)
     """
@@ -20,7 +20,7 @@ class CellSettings(Section):
     slots: int  # calls the engine runs at once
     seed: int
     work_dir: LaxPath  # logs and staged weights
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig | None = EngineConfig()  # None: a trainer alone (replay)
     train: TrainConfig = TrainConfig()
     transfer: TransferConfig = TransferConfig()
     policy_version: int = 0  # version of the first weights

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,19 @@ def _resumed(config: RunConfig, run_id: str | None, overrides: Sequence[str]) ->
     return run_id, parse_run_config(stored, base_dir=folder.path, source=str(folder.path), overrides=overrides)
 
 
-def _in_prefect(config: RunConfig, call: Any, *, quiet: bool) -> dict[str, Any]:
+def _in_prefect(config: RunConfig, call: Callable[[], dict[str, Any]], *, quiet: bool) -> dict[str, Any]:
     from gyre_core.engine.launch import check_install, find_engine_python, inspect_python
     from gyre_core.grading.inputs import check_inputs
-    from tasks.prefect_server import ensure_server
 
     check_inputs(config)  # before anything starts: bad input must not cost a server's boot
     check_install(inspect_python(find_engine_python(config.engine)))
+    return in_prefect(config, call, quiet=quiet)
+
+
+def in_prefect(config: RunConfig, call: Callable[[], dict[str, Any]], *, quiet: bool) -> dict[str, Any]:
+    """Call a flow with a Prefect server around it: the configuration's, a live one of the runs folder, or its own."""
+    from tasks.prefect_server import ensure_server
+
     for name in ("gyre_core", "tasks", "flows"):
         logging.getLogger(name).setLevel(logging.INFO)  # to the UI; the terminal shows errors only
     config.runs_dir.mkdir(parents=True, exist_ok=True)

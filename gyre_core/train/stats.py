@@ -43,6 +43,22 @@ class StepStats:
     duration_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDifference:
+    """A trainer's state beside a checkpoint's.
+
+    Example: MegatronTrainer.compare_checkpoint(folder).max_abs_weights == 0.0
+    """
+
+    digest: str  # of the trainer's weights
+    checkpoint_digest: str  # of the checkpoint's
+    num_weights: int  # tensors
+    different_weights: tuple[str, ...]  # by name; equal means equal bits
+    max_abs_weights: float  # largest difference of a value
+    different_moments: tuple[str, ...]  # AdamW's
+    max_abs_moments: float
+
+
 def combine_stats(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Totals over micro-steps (MicroStepStats as dicts, or totals of this function): counts, losses and seconds are
     summed, extremes kept, means weighted by their counts. No rows give an empty dict.

@@ -21,11 +21,12 @@ from gyre_core.config.models import TrainConfig
 from gyre_core.errors import TrainError
 from gyre_core.train.megatron import cpu, groups
 from gyre_core.train.packing import PackedMicroStep, pack_branches
-from gyre_core.train.stats import MicroStepStats, StepStats
+from gyre_core.train.stats import MicroStepStats, StateDifference, StepStats
 from gyre_core.types import TrainingBranch
 
 cpu.install()  # before megatron's modules read torch.cuda
 
+from megatron.core import __version__ as megatron_version  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -266,6 +267,38 @@ class MegatronTrainer:
         torch.set_rng_state(gyre["rng"])
         return json.loads(gyre["extra"])
 
+    def compare_checkpoint(self, folder: Path) -> StateDifference:
+        """Every weight and AdamW moment, bit by bit, against a checkpoint's, which the trainer holds afterwards.
+
+        Raises TrainError as `load_checkpoint` does.
+        """
+        digest, mine, my_moments = self.weights_digest(), self._weights(), self._moments()
+        mine = {name: tensor.clone() for name, tensor in mine.items()}
+        my_moments = {name: tensor.clone() for name, tensor in my_moments.items()}
+        self.load_checkpoint(folder)
+        weights, moments = self._weights(), self._moments()
+        return StateDifference(
+            digest=digest,
+            checkpoint_digest=self.weights_digest(),
+            num_weights=len(weights),
+            different_weights=_different(mine, weights),
+            max_abs_weights=_max_abs(mine, weights),
+            different_moments=_different(my_moments, moments),
+            max_abs_moments=_max_abs(my_moments, moments),
+        )
+
+    def back_end(self) -> dict[str, Any]:
+        """What decides the bits beside data and settings: versions, device, threads, the kind of processor."""
+        return {
+            "name": "megatron-core",
+            "megatron_core": megatron_version,
+            "torch": torch.__version__,
+            "device": self.device.type,
+            "threads": self._threads,
+            "processor": torch.backends.cpu.get_cpu_capability() if cpu.ON_CPU else torch.cuda.get_device_name(),
+            "world_size": torch.distributed.get_world_size(),
+        }
+
     def close(self) -> None:
         """Free the process groups; the trainer is unusable afterwards. Calling it twice is harmless."""
         if not self._closed:
@@ -311,6 +344,17 @@ class MegatronTrainer:
             "the gradients of the step are dropped, weights and optimizer state are as before"
         )
 
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        """AdamW's state tensors; parameters are numbered in the optimizer's order."""
+        found = {}
+        for part, chained in enumerate(self._optimizer.chained_optimizers):
+            for index, state in enumerate(chained.optimizer.state.values()):
+                found.update({f"{part}.{index}.{name}": state[name] for name in ("exp_avg", "exp_avg_sq")})
+        return found
+
     def _gradient_buffers(self) -> list[Tensor]:
         ddp: Any = self._ddp  # `buffers` hides torch's method of that name
         return [buffer.grad_data for buffer in ddp.buffers + ddp.expert_parallel_buffers]
@@ -344,6 +388,23 @@ class MegatronTrainer:
             raise RuntimeError("the trainer is closed")
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
+
+
+def _different(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[str, ...]:
+    """Names whose tensors differ in a bit."""
+    names = sorted(first.keys() | second.keys())
+    return tuple(
+        name
+        for name in names
+        if name not in first
+        or name not in second
+        or not torch.equal(first[name].contiguous().view(torch.uint8), second[name].contiguous().view(torch.uint8))
+    )
+
+
+def _max_abs(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    shared = first.keys() & second.keys()
+    return max((float((first[name].double() - second[name].double()).abs().max()) for name in shared), default=0.0)
 
 
 def _main_grad(parameter: Any) -> Tensor:
