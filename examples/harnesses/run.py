@@ -12,15 +12,14 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 from install import (
     DEFAULT_FOLDER,
     Installed,
@@ -38,12 +37,13 @@ from gyre_core.cli.inspect import inspect_rollout
 from gyre_core.config.load import parse_run_config
 from gyre_core.config.models import RunConfig
 from gyre_core.engine.fake import FakeEngineServer
-from gyre_core.errors import GyreError, ProxyError, SandboxError
+from gyre_core.errors import GyreError, SandboxError
 from gyre_core.grading.problems import load_problem
-from gyre_core.process import ChildProcess, free_port, new_secret, python_command
-from gyre_core.proxy.admin_client import ProxyAdmin
+from gyre_core.process import new_secret
+from gyre_core.proxy.pool import ProxyPool
 from gyre_core.proxy.render import PromptRenderer
 from gyre_core.proxy.settings import EngineEntry, ProxySettings
+from gyre_core.proxy.supervisor import ProxySupervisor
 from gyre_core.proxy.tokenizer import FastTokenizer
 from gyre_core.rollout.runner import FinishedRollout, run_rollout, workspace_of
 from gyre_core.rollout.sandbox import Sandbox
@@ -62,7 +62,7 @@ KEEPALIVE_S = 15.0  # the proxy's default
 POLICY_VERSION = 1
 
 
-def run_config(name: str, scenario: str, installed: Installed, runs_dir: Path) -> RunConfig:
+def run_config(name: str, installed: Installed, runs_dir: Path, keepalive_s: float) -> RunConfig:
     """The configuration of such a run, as a training run would have it."""
     harness = read_harness(name)["harness"]
     places = {
@@ -90,34 +90,20 @@ def run_config(name: str, scenario: str, installed: Installed, runs_dir: Path) -
         "selection": {"min_group": 1},
         "train": {"micro_step_tokens": CONTEXT_LENGTH},
         "engine": {"max_total_tokens": CONTEXT_LENGTH},
+        "proxy": {"keepalive_s": keepalive_s},
     }
     return parse_run_config(tree, base_dir=HERE, source=f"{name}.toml")
 
 
-@contextlib.contextmanager
-def running_proxy(folder: RunFolder, config: RunConfig, keepalive_s: float) -> Iterator[tuple[str, str]]:
-    """A proxy process; gives its url and secret."""
-    settings = ProxySettings(
-        port=free_port(),
+def proxy_settings(folder: RunFolder, config: RunConfig) -> ProxySettings:
+    """What the proxy process is told."""
+    return ProxySettings(
         admin_secret=new_secret(),
         model_path=config.model.path,
         context_length=config.model.context_length,
         journal_dir=folder.journal,
-        keepalive_s=keepalive_s,
+        keepalive_s=config.proxy.keepalive_s,
     )
-    url = f"http://{settings.host}:{settings.port}"
-    path = folder.work / "proxy.json"
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(settings.model_dump_json())  # readable by us alone, gone below: it holds a secret
-    command = python_command("gyre_core.proxy", "--settings", str(path))
-    child = ChildProcess("proxy", command, log_path=folder.logs / "proxy.log")
-    try:
-        child.wait_until(lambda: _healthy(url), timeout_s=60, error=ProxyError)
-        path.unlink()
-        yield url, settings.admin_secret
-    finally:
-        path.unlink(missing_ok=True)
-        child.stop()
 
 
 async def run_harness(
@@ -128,6 +114,7 @@ async def run_harness(
     runs_dir: Path,
     stall_s: float = STALL_S,
     keepalive_s: float = KEEPALIVE_S,
+    crash: bool = False,
     sandboxed: bool = True,
     keep: bool = False,
 ) -> dict[str, Any]:
@@ -140,7 +127,7 @@ async def run_harness(
         script, encode=tokenizer.encode, decode=tokenizer.decode, vocab_size=vocab_size, stall_s=stall_s
     )
     engine.set_version(POLICY_VERSION)
-    config = run_config(name, scenario, installed, runs_dir)
+    config = run_config(name, installed, runs_dir, keepalive_s)
     folder = RunFolder.create(config, f"harness-{name}-{scenario}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}")
     spec = RolloutSpec(
         rollout_id=f"{scenario}-{name}",
@@ -153,15 +140,21 @@ async def run_harness(
     )
     sandbox, sandbox_name = _sandbox(sandboxed)
     started = time.monotonic()
-    with FakeEngineServer(engine) as server, running_proxy(folder, config, keepalive_s) as (url, secret):
-        async with ProxyAdmin(url, secret) as admin:
-            await admin.set_engines([EngineEntry(url=server.url, slots=16)], POLICY_VERSION)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(FakeEngineServer(engine))
+        settings = proxy_settings(folder, config)
+        supervisor = stack.enter_context(ProxySupervisor([settings], work=folder.work, logs=folder.logs))
+        supervisor.wait_ready()
+        if crash:
+            engine.crash_once(lambda: os.kill(supervisor.pids[0], signal.SIGKILL))
+        async with ProxyPool(supervisor.shards) as proxy:
+            await proxy.set_engines([EngineEntry(url=server.url, slots=16)], POLICY_VERSION)
             finished = await run_rollout(
                 spec,
                 load_problem(PROBLEMS / scenario),
                 rollout=config.rollout,
                 grading=config.grading,
-                proxy=admin,
+                proxy=proxy,
                 sandbox=sandbox,
                 workdir=folder.work / spec.rollout_id,
                 keep_workspaces=keep,
@@ -180,6 +173,7 @@ async def run_harness(
         **_told(finished),
         **_exactness(finished.trajectory, engine),
         "stalls": engine.num_stalls,
+        "proxy_restarts": sum(supervisor.shards.restarts),
         "wall_s": round(wall_s, 1),
     }
     if keep:
@@ -230,13 +224,6 @@ def _sandbox(wanted: bool) -> tuple[Any, str]:
     return sandbox, sandbox.backend
 
 
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/healthz", timeout=2, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: the harness ran, its work got full marks and the record is exact. 3: it cannot be had here (no
     registry, no Node, no build for this platform). 4: its installation failed."""
@@ -245,12 +232,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scenario", default="tour", choices=sorted(path.name for path in PROBLEMS.iterdir()))
     parser.add_argument("--runs-dir", type=Path, default=RUNS)
     parser.add_argument("--install-dir", type=Path, default=DEFAULT_FOLDER)
-    parser.add_argument("--stall-s", type=float, default=STALL_S, help="length of the silence (scenario silence)")
+    parser.add_argument("--stall-s", type=float, help=f"length of the silence: {STALL_S:g}, or 0 with --crash")
     parser.add_argument("--keepalive-s", type=float, default=KEEPALIVE_S, help="the proxy's longest silence")
+    parser.add_argument("--crash", action="store_true", help="kill the proxy (-9) at the end of the silence")
     parser.add_argument("--no-sandbox", action="store_true", help="run the harness without walls")
     parser.add_argument("--keep", action="store_true", help="keep the workspace and the harness's log")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    stall_s = (0.0 if arguments.crash else STALL_S) if arguments.stall_s is None else arguments.stall_s
     try:
         installed = install(arguments.harness, arguments.install_dir)
     except InstallError as error:
@@ -263,8 +252,9 @@ def main(argv: list[str] | None = None) -> int:
                 arguments.scenario,
                 installed=installed,
                 runs_dir=arguments.runs_dir.absolute(),
-                stall_s=arguments.stall_s if arguments.scenario == "silence" else 0.0,
+                stall_s=stall_s,
                 keepalive_s=arguments.keepalive_s,
+                crash=arguments.crash,
                 sandboxed=not arguments.no_sandbox,
                 keep=arguments.keep,
             )

@@ -99,12 +99,21 @@ class ScriptedEngine(FakeEngine):
     ) -> None:
         super().__init__(self._output, vocab_size=vocab_size)
         self._policy, self._encode, self._decode, self._stall_s = script, encode, decode, stall_s
+        self._crash: Callable[[], None] | None = None
         self.num_stalls = 0
 
+    def crash_once(self, crash: Callable[[], None]) -> None:
+        """At the end of the first silence do this and answer nothing; the next time answer at once."""
+        self._crash = crash
+
     async def run(self, rid: str, input_ids: list[int], params: Json, cache_salt: str) -> tuple[FakeCall, Json]:
-        if self._stall_s and self._policy.answer(self._decode(input_ids)).stall:
+        if (self._stall_s or self._crash) and self._policy.answer(self._decode(input_ids)).stall:
             self.num_stalls += 1
             await asyncio.sleep(self._stall_s)
+            if (crash := self._crash) is not None:
+                self._crash, self._stall_s = None, 0.0
+                crash()
+                raise ConnectionAbortedError("whoever asked is gone")
         return await super().run(rid, input_ids, params, cache_salt)
 
     def _output(self, input_ids: list[int]) -> list[int]:

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from gyre_core.types import Role
-from tests.support.harnesses import assert_recorded, assert_steps, assert_survived_silence, run_harness
+from tests.support.harnesses import (
+    assert_recorded,
+    assert_steps,
+    assert_survived_crash,
+    assert_survived_silence,
+    run_harness,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(700)]
 
@@ -24,6 +30,11 @@ def test_codex_tour_shows_two_sub_agents_at_once_and_a_compaction(tmp_path: Path
 def test_codex_silent_engine_is_waited_for(tmp_path: Path) -> None:
     run = run_harness("codex", "silence", tmp_path, "--stall-s", "4", "--keepalive-s", "0.5", timeout_s=680)
     assert_survived_silence(run, stall_s=4, keepalive_s=0.5)
+
+
+def test_codex_proxy_killed_behind_an_open_reply_goes_on(tmp_path: Path) -> None:
+    options = ("--crash", "--stall-s", "2", "--keepalive-s", "0.5")
+    assert_survived_crash(run_harness("codex", "silence", tmp_path, *options, timeout_s=680))
 
 
 @pytest.mark.slow

@@ -96,3 +96,11 @@ def assert_survived_silence(run: HarnessRun, *, stall_s: float, keepalive_s: flo
     assert counters["keepalives"] >= stall_s / keepalive_s / 2 - 1  # a busy machine sends fewer, never none
     assert counters["replies_opened_early"] == run.summary["stalls"] == 1
     assert (run.workspace / "notes.txt").read_text() == "after the silence\n"
+
+
+def assert_survived_crash(run: HarnessRun) -> None:
+    """The proxy was killed once in the silent call; the harness asked again, and nothing is there twice."""
+    assert_recorded(run, {"main": 3}, {"clean": 3})
+    assert_steps(run, Role.MAIN, "main", 3)
+    assert run.summary["proxy_restarts"] == run.summary["stalls"] == 1
+    assert (run.workspace / "notes.txt").read_text() == "after the silence\n"
