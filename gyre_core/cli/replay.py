@@ -71,5 +71,5 @@ def _text(sheet: Sheet) -> str:
             table.add_row(*row)
         console.print(table)
     for note in sheet.notes:
-        console.print(f"- {note}", highlight=False, markup=False)
+        console.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
     return buffer.getvalue().rstrip()
