@@ -141,7 +141,8 @@ class Recorder:
         self._by_join: dict[str, RecordedCall] = {}
         self._by_form: dict[bytes, RecordedCall] = {}  # chain(prompt state, form or loose form) -> the latest call
         self._by_state: dict[bytes, list[RecordedCall]] = {}  # calls with a text, by prompt state
-        self._empty: dict[bytes, RecordedCall] = {}  # the latest call with an empty reply, by prompt state
+        self._resumed: dict[bytes, list[RecordedCall]] = {}  # calls that go on with an unfinished message, by state
+        self._empty: dict[bytes, RecordedCall] = {}  # the first call with an empty reply, by prompt state
         self._forms: dict[bytes, RecordedCall] = {}  # the latest call of each form, wherever it was sampled
         self._seen: set[bytes] = set()
 
@@ -161,6 +162,8 @@ class Recorder:
                 walk.step(key)
             else:
                 self._walk_assistant(walk, position, key)
+        if walk.anchor is not None and walk.num_known == len(keys):  # the request asks to go on with the reply itself
+            walk.resumes = [walk.anchor.prompt_state, *walk.anchor.resumes]
         return Plan(
             anchor=walk.anchor,
             num_known=walk.num_known,
@@ -216,8 +219,10 @@ class Recorder:
         for form in {call.reply.form, call.reply.loose or call.reply.form}:
             self._by_form[_chain(call.prompt_state, form)] = recorded
         self._by_join.update((join, recorded) for join in call.reply.joins)
+        for state in call.resumes:
+            self._resumed.setdefault(state, []).append(recorded)
         if call.reply.empty:
-            self._empty[call.prompt_state] = recorded
+            self._empty.setdefault(call.prompt_state, recorded)
         else:
             self._forms[call.reply.form] = recorded
             self._by_state.setdefault(call.prompt_state, []).append(recorded)
@@ -281,30 +286,43 @@ class Recorder:
 
     def _find(self, state: bytes, key: MessageKey) -> tuple[RecordedCall | None, Change | None]:
         """The call that sampled this message and what was done to it; None and None when nobody sampled it."""
+        placed: tuple[RecordedCall, Change] | None = None
         moved: RecordedCall | None = None
         for join in key.joins:
             call = self._by_join.get(join)
             if call is None:
                 continue
             if call.prompt_state == state:
-                return call, self._change(call.reply, key)
-            if self.keep_changed and state in call.resumes and key.text.endswith(call.reply.text):
+                change = self._change(call.reply, key)
+                if change is None:
+                    return call, None
+                placed = placed or (call, change)
+            elif self._is_joined(call, state, key):
                 return call, Change.JOINED
-            moved = call
+            else:
+                moved = call
+        if placed is not None:
+            return placed
         if moved is not None:
             return moved, Change.MOVED
         for form in (key.form, key.loose or key.form):
             call = self._by_form.get(_chain(state, form))
             if call is not None:
                 return call, None
-        if not key.empty:
-            for call in reversed(self._by_state.get(state, ())):
-                if _is_cut(call.reply, key) or _is_extended(call.reply, key):
-                    return call, self._change(call.reply, key)
-            call = self._forms.get(key.form)
-            if call is not None:
-                return call, Change.MOVED
-        return None, None
+        if key.empty:
+            return None, None
+        for call in reversed(self._resumed.get(state, ())):
+            if call.reply.text and not key.has_calls and self._is_joined(call, state, key):
+                return call, Change.JOINED
+        for call in reversed(self._by_state.get(state, ())):
+            if _is_cut(call.reply, key) or _is_extended(call.reply, key):
+                return call, self._change(call.reply, key)
+        call = self._forms.get(key.form)
+        return call, None if call is None else Change.MOVED
+
+    def _is_joined(self, call: RecordedCall, state: bytes, key: MessageKey) -> bool:
+        """Whether a message at `state` is an unfinished one there and the reply that went on with it."""
+        return self.keep_changed and state in call.resumes and key.text.endswith(call.reply.text)
 
     def _change(self, reply: MessageKey, key: MessageKey) -> Change | None:
         """What was done to a reply that came back in its place."""

@@ -59,6 +59,35 @@ async def test_reasoning_that_came_back_alone_is_gone_on_with(model_path: Path) 
         assert golden(trajectory.tree, short) == "<usr> u </> <ast> [<think> hm </think>]\n  [lost </>]\n  [stands </>]"
 
 
+async def test_reasoning_gone_on_with_comes_back_joined_with_its_continuation(model_path: Path) -> None:
+    engine = fake_engine("<think>\nhm\n</think>\n\nlost", "<think>\nmore\n</think>\n\nstands", "done")
+    async with running_proxy(model_path, engine) as proxy:
+        harness = await proxy.open()
+        first, _ = await replied(harness, [user("u")], **THINKING)
+        second, words = await replied(harness, [user("u"), assistant([first])], **THINKING)
+        await replied(harness, [user("u"), assistant([first, second, words]), user("v")], **THINKING)
+        trajectory = await harness.seal()
+        assert_exact(trajectory, engine)
+        assert golden(trajectory.tree, short) == (
+            "<usr> u </> <ast> [<think> hm </think>]\n"
+            "  [lost </>]\n"
+            "  [<think> more </think> stands </>] <usr> v </> <ast> [done </>]"
+        )
+
+
+async def test_cut_reply_and_its_continuation_joined_in_one_text_go_on(model_path: Path) -> None:
+    engine = fake_engine("one tw…", "o three", "done")
+    async with running_proxy(model_path, engine) as proxy:
+        harness = await proxy.open()
+        await chatted(harness, [user("u")], max_tokens=6)
+        await chatted(harness, [user("u"), assistant("one tw")])
+        await chatted(harness, [user("u"), assistant("one two three"), user("v")])
+        trajectory = await harness.seal()
+        assert golden(trajectory.tree, short) == "<usr> u </> <ast> [one tw] [o three </>] <usr> v </> <ast> [done </>]"
+        assert trajectory.calls[2].substitution is Substitution.RESPLICED
+        assert trajectory.counters["splice_joined"] == 1
+
+
 async def test_completed_prefill_comes_back_as_one_message(model_path: Path) -> None:
     engine = fake_engine(" world\n" + bash(), "done")
     async with running_proxy(model_path, engine) as proxy:
