@@ -79,7 +79,7 @@ def tree_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _record(recorder: Recorder, index: int, call: SyntheticCall) -> FinishedCall:
+def record_call(recorder: Recorder, index: int, call: SyntheticCall) -> FinishedCall:
     """What a session does for one call besides rendering, sampling and the journal."""
     plan = recorder.plan(call.context, call.keys)
     anchor = plan.anchor if plan.bridgeable else None
@@ -112,7 +112,7 @@ def _record(recorder: Recorder, index: int, call: SyntheticCall) -> FinishedCall
 
 def _finished(calls: list[SyntheticCall]) -> list[FinishedCall]:
     recorder = Recorder(ROLLOUT_ID)
-    return [_record(recorder, index, call) for index, call in enumerate(calls)]
+    return [record_call(recorder, index, call) for index, call in enumerate(calls)]
 
 
 def _timed_build(calls: list[SyntheticCall]) -> float:
@@ -120,7 +120,7 @@ def _timed_build(calls: list[SyntheticCall]) -> float:
     started = time.perf_counter()
     recorder = Recorder(ROLLOUT_ID)
     for index, call in enumerate(calls):
-        _record(recorder, index, call)
+        record_call(recorder, index, call)
     return time.perf_counter() - started
 
 
@@ -132,7 +132,7 @@ def _measured_build(calls: list[SyntheticCall]) -> tuple[Recorder, int]:
         before, _ = tracemalloc.get_traced_memory()
         recorder = Recorder(ROLLOUT_ID)
         for index, call in enumerate(calls):
-            _record(recorder, index, call)
+            record_call(recorder, index, call)
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:

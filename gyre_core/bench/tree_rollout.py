@@ -50,8 +50,11 @@ class _Conversation:
     num_since_start: int = 0
 
 
-def synthetic_calls(*, num_calls: int, num_tokens: int, seed: int) -> Iterator[SyntheticCall]:
-    """`num_calls` calls that add about `num_tokens` tokens to a tree; raises ValueError for too few of either."""
+def synthetic_calls(*, num_calls: int, num_tokens: int, seed: int, branching: float = 1.0) -> Iterator[SyntheticCall]:
+    """`num_calls` calls that add about `num_tokens` tokens to a tree; raises ValueError for too few of either.
+
+    `branching` scales how often a call is sampled again, goes one turn back or starts sub-agents; compactions stay.
+    """
     if num_calls < 1 or num_tokens < 20 * num_calls:
         raise ValueError(f"{num_tokens} tokens are too few for {num_calls} calls: at least 20 a call")
     rng = np.random.default_rng(seed)
@@ -67,10 +70,10 @@ def synthetic_calls(*, num_calls: int, num_tokens: int, seed: int) -> Iterator[S
         talk = waiting[int(rng.integers(len(waiting)))] if waiting else main
         size = mean * rng.gamma(4.0, 0.25)
         draw = rng.random()
-        if last is not None and last[0] is talk and draw < 0.03:
+        if last is not None and last[0] is talk and draw < 0.03 * branching:
             call = _sampled_again(last[1], rng, size, index)
         else:
-            if draw < 0.06 and len(talk.turns) >= 2:
+            if draw < 0.06 * branching and len(talk.turns) >= 2:
                 talk.keys = talk.turns.pop()  # one turn back: the harness goes on from the request before
                 talk.keys = talk.keys[:-1]
             summarise = talk.num_since_start >= compact_every
@@ -84,7 +87,7 @@ def synthetic_calls(*, num_calls: int, num_tokens: int, seed: int) -> Iterator[S
         talk.turns_left -= 1
         if talk is not main and talk.turns_left <= 0:
             active.remove(talk)
-        elif talk.depth < _MAX_DEPTH and not talk.fresh and rng.random() < (0.06 if talk is main else 0.02):
+        elif talk.depth < _MAX_DEPTH and not talk.fresh and rng.random() < branching * (0.06 if talk is main else 0.02):
             for _ in range(int(rng.integers(1, 4))):
                 turns = int(rng.integers(2, 12))
                 active.append(

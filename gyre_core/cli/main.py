@@ -204,6 +204,25 @@ def tree(
             sys.stdout.write(f"{name:20s} {value}\n")
 
 
+@bench_app.command(name="select")
+def bench_select_command(
+    rollouts: Annotated[int, typer.Option(help="rollouts, in groups of 16")] = 1000,
+    calls: Annotated[int, typer.Option(help="model calls of one rollout")] = 500,
+    tokens: Annotated[int, typer.Option(help="tokens of one rollout, each shared prefix counted once")] = 200_000,
+    branching: Annotated[float, typer.Option(help="scales sub-agents, retries and steps back")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the synthetic rollouts and the selection")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Graded rollouts to training branches: tokens a second, and what a cap J and shared prefixes save in training."""
+    from gyre_core.bench.select import bench_select, select_rows
+
+    result = bench_select(num_rollouts=rollouts, num_calls=calls, num_tokens=tokens, seed=seed, branching=branching)
+    if as_json:
+        print_result(result)
+    else:
+        sys.stdout.write("\n".join(select_rows(result)) + "\n")
+
+
 @bench_app.command(name="proxy")
 def bench_proxy_command(
     quick: Annotated[bool, typer.Option("--quick", help="a part of the table, in about a minute")] = False,

@@ -78,9 +78,10 @@ def count_targets(tree: TrajectoryTree, role_order: Sequence[Role]) -> int:
 
 def _targets_by_node(tree: TrajectoryTree, roles: frozenset[Role]) -> list[NDArray[np.int64]]:
     """For every node the offsets of its targets."""
+    nothing = np.zeros(0, np.int64)
     found = []
     for node in tree.nodes:
-        offsets = np.flatnonzero(node.sampled) if node.role in roles else np.zeros(0, np.int64)
+        offsets = node.sampled.nonzero()[0] if node.call_id and node.role in roles else nothing
         if node.parent_id == NO_PARENT:
             offsets = offsets[offsets > 0]  # the first token of a path has nothing to be predicted from
         found.append(offsets)
@@ -93,25 +94,23 @@ def _target_leaves(
     """Nodes with targets and none below them, in depth-first order, and for every node which of them lie at or below
     it, as a range of that order.
     """
-    below = [len(offsets) > 0 for offsets in targets]
-    has_lower = [False] * len(below)
-    for node in reversed(tree.nodes):  # children come after their parents
-        if below[node.node_id] and node.parent_id != NO_PARENT:
-            below[node.parent_id] = has_lower[node.parent_id] = True
-    children = tree.children()
-    leaves: list[int] = []
-    spans = [(0, 0)] * len(below)
-    stack = [(node.node_id, False) for node in reversed(tree.nodes) if node.parent_id == NO_PARENT]
-    while stack:
-        node_id, finished = stack.pop()
-        if finished:
-            spans[node_id] = (spans[node_id][0], len(leaves))
-            continue
-        spans[node_id] = (len(leaves), len(leaves))
-        if below[node_id] and not has_lower[node_id]:
-            leaves.append(node_id)
-        stack.append((node_id, True))
-        stack.extend((child, False) for child in reversed(children[node_id]))
+    num = len(tree.nodes)
+    parents = [node.parent_id for node in tree.nodes]  # NO_PARENT is -1, the place behind the last node
+    counts = [0] * (num + 1)  # leaves at or below each node
+    own = [False] * num
+    for node_id in range(num - 1, -1, -1):  # children come after their parents
+        if not counts[node_id] and len(targets[node_id]):
+            own[node_id], counts[node_id] = True, 1
+        counts[parents[node_id]] += counts[node_id]
+    firsts = [0] * (num + 1)  # where the next child's leaves begin
+    leaves = [0] * counts[NO_PARENT]
+    spans = []
+    for node_id, parent in enumerate(parents):
+        first = firsts[node_id] = firsts[parent]
+        firsts[parent] += counts[node_id]
+        spans.append((first, firsts[parent]))
+        if own[node_id]:
+            leaves[first] = node_id
     return leaves, spans
 
 
