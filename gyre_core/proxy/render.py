@@ -165,6 +165,18 @@ class PromptRenderer:
                 return whole[len(opening) : position + 1]
         return None
 
+    def turn_break(self) -> list[int] | None:
+        """Ids between an assistant turn's stop token and another assistant turn right after it, None when unknown."""
+        turn = Message(role="assistant", text=".")
+        ids = self.render_turn(turn)
+        before: list[Json] = [{"role": "user", "content": "."}]
+        whole = self._render([*before, turn.to_renderer(), turn.to_renderer(), *before], (), generate=False)
+        start = len(self._render(before, (), generate=True)) + len(ids or ())
+        for position in range(start, len(whole)):
+            if ids and whole[position : position + len(ids)] == ids:
+                return whole[start:position]
+        return None
+
     def parse(self, output_ids: Sequence[int], tools: Sequence[Json], prompt_tail: Sequence[int]) -> ParsedReply:
         """Read a sampled output. Never fails: what cannot be read as a tool call becomes text."""
         ids = list(output_ids)

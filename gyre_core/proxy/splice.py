@@ -54,7 +54,9 @@ def _assemble(new: NewMessages, renderer: PromptRenderer, history: Callable[[], 
         if message.role != "assistant":
             continue
         between: list[int] | None = [] if turn is None else None
-        if turn is not None and first < index:
+        if turn and first == index and turn[-1] in renderer.stop_token_ids:
+            between = renderer.turn_break()
+        elif turn is not None and first < index:
             known = partial(_joined, history, new.messages[:first])
             between = renderer.extend(tail, turn, new.messages[first:index], new.tools, known)
         stand_in = _stand_in(position, message, new.plan, renderer)

@@ -105,15 +105,17 @@ async def test_sampled_text_is_a_target_once_even_where_it_is_repeated(model_pat
         )
 
 
-async def test_two_assistant_messages_in_a_row_are_rendered_as_they_are(model_path: Path) -> None:
-    engine = fake_engine("a", "b")
+async def test_two_assistant_messages_in_a_row_keep_the_recorded_one(model_path: Path) -> None:
+    engine = fake_engine("<think>\nhm\n</think>\n\na  ", "b")
     async with running_proxy(model_path, engine) as proxy:
         harness = await proxy.open()
         await replied(harness, [user("u")])
         await replied(harness, [user("u"), assistant("a"), assistant("and"), user("v")])
         trajectory = await harness.seal()
         assert_exact(trajectory, engine)
-        assert golden(trajectory.tree, short) == "<usr> u </> <ast> [a </>] <ast> and </> <usr> v </> <ast> [b </>]"
+        assert golden(trajectory.tree, short) == (
+            "<usr> u </> <ast> [<think> hm </think> a </>] <ast> and </> <usr> v </> <ast> [b </>]"
+        )
 
 
 def _within(ids: list[int], part: list[int]) -> Any:
