@@ -217,6 +217,8 @@ class Session:
         plan, starts = self._plan(request)
         counts.update({f"splice_{change.value}": number for change, number in plan.changes.items()})
         prompt = await build_prompt(request, plan, starts, recorder=recorder, renderer=self._renderer)
+        if prompt.substitution is not plan.substitution:
+            counts["splice_template"] += 1  # what came back could follow, but the template rewrites its past
         room = self._context_length - len(prompt.ids)
         if room < 1:
             raise Refusal(

@@ -92,6 +92,17 @@ async def test_change_is_counted_once_however_often_it_comes_back(model_path: Pa
         assert len(trajectory.tree.leaves()) == (1 if policy == KEEP else 2)
 
 
+async def test_template_that_rewrites_its_past_is_named_as_the_reason(model_path: Path) -> None:
+    engine = fake_engine("<think>\nhm\n</think>\n\na", "b")
+    async with running_proxy(model_path, engine, thinking_retention="tool_cycle") as proxy:
+        harness = await proxy.open()
+        await replied(harness, [user("u")])
+        await replied(harness, [user("u"), assistant("a"), user("v")])
+        trajectory = await harness.seal()
+        assert trajectory.calls[1].substitution is Substitution.FORKED
+        assert {name for name in trajectory.counters if name.startswith("splice_")} == {"splice_template"}
+
+
 async def test_setting_refuses_an_unknown_policy(model_path: Path) -> None:
     async with running_proxy(model_path, fake_engine()) as proxy:
         with pytest.raises(AssertionError, match="on_change"):
