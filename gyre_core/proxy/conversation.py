@@ -8,6 +8,7 @@ the spelling of numbers are free), whitespace at line ends and around texts does
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 import orjson
@@ -24,6 +25,7 @@ _MEDIA = ("image", "image_url", "input_image", "document", "file", "input_audio"
 _MINTED = re.compile(r"\b(?:toolu|call)_[0-9a-f]{26}\b")  # tool-call ids of ours; smolagents writes them into the text
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?([eE][+-]?\d{1,2})?")
 _CHANGE_FOLDER = re.compile(r"^cd \S+ && ")
+_MINTED_ID = re.compile(r"([a-z]+_[0-9a-f]{24})(\d\d)")  # turn.build_reply: one reply's unique part, the call's number
 MAX_DEPTH = 128  # nesting of JSON that is compared by meaning; deeper arguments are compared as text
 
 
@@ -110,8 +112,8 @@ class ChatRequest:
     facts: RequestFacts = field(default_factory=lambda: RequestFacts(headers={}))
 
     def messages(self, start: int = 0, end: int | None = None) -> list[Message]:
-        """The raw messages [start, end), normalised."""
-        return [message for raw in self.raw_messages[start:end] for message in self.normalise(raw)]
+        """The raw messages [start, end), normalised, tool results in the order of their calls."""
+        return in_call_order([message for raw in self.raw_messages[start:end] for message in self.normalise(raw)])
 
     def context_key(self) -> bytes:
         """Hash of what precedes the messages: the tools."""
@@ -176,6 +178,23 @@ class KeyCache:
                 self._keys[fingerprint] = known
             keys.extend(known)
         return keys, starts
+
+
+def in_call_order(messages: list[Message]) -> list[Message]:
+    """Neighbouring tool results sorted as the calls of the reply that they answer.
+
+    Claude Code sends them as its tools end, and most chat templates show no ids: the policy tells them by their order.
+    Ids that the proxy minted end in the call's number; a run of results with other ids, or of two replies, stays.
+    """
+    ordered: list[Message] = []
+    for is_tool, run in groupby(messages, key=lambda message: message.role == "tool"):
+        group = list(run)
+        if is_tool and len(group) > 1:
+            minted = [_MINTED_ID.fullmatch(message.tool_call_id) for message in group]
+            if all(minted) and len({match[1] for match in minted if match}) == 1:
+                group.sort(key=lambda message: message.tool_call_id)
+        ordered += group
+    return ordered
 
 
 def trimmed(text: str) -> str:

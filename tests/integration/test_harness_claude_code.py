@@ -23,6 +23,9 @@ def test_claude_code_tour_shows_two_sub_agents_at_once_and_a_compaction(tmp_path
     assert_steps(run, Role.MAIN, "main", 7)
     assert_steps(run, Role.SUB_AGENT, "sub", 2)
     assert_steps(run, Role.SUB_AGENT, "aide", 2)
+    # It sends their results as they end; the policy reads them in the order of its calls.
+    (results,) = run.prompts_with("[aide 2]")
+    assert results.index("[sub 2]") < results.index("[aide 2]")
     assert run.summary["branches"] == {"main": 2, "main-summary": 1, "sub-agent": 2}
     assert (run.workspace / "aide.txt").read_text() == "aide\n"
 

@@ -169,3 +169,39 @@ def test_facts_name_system_last_user_tools_and_format() -> None:
 def test_several_choices_are_refused() -> None:
     with pytest.raises(Refusal, match="one choice"):
         ChatDialect().parse({"messages": [{"role": "user", "content": "u"}], "n": 2}, {})
+
+
+REPLY_1, REPLY_2 = "0123456789abcdef01234567", "f" * 24
+
+
+def results(*ids: str) -> list[Any]:
+    return [{"type": "tool_result", "tool_use_id": call_id, "content": f"of {call_id[-2:]}"} for call_id in ids]
+
+
+def test_tool_results_that_came_as_the_tools_ended_are_read_in_the_order_of_the_calls() -> None:
+    ids = [f"toolu_{REPLY_1}{number:02d}" for number in (2, 0, 1)]
+    (raw,) = [{"role": "user", "content": [*results(*ids), {"type": "text", "text": "go on"}]}]
+    assert [message.text for message in only([raw])] == ["of 00", "of 01", "of 02", "go on"]
+    chat = [
+        {"role": "tool", "tool_call_id": call_id.replace("toolu", "call"), "content": call_id[-2:]} for call_id in ids
+    ]
+    assert [message.text for message in only([*chat, {"role": "user", "content": "u"}], ChatDialect())] == [
+        "00",
+        "01",
+        "02",
+        "u",
+    ]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        (f"toolu_{REPLY_2}01", f"toolu_{REPLY_1}00"),  # of two replies
+        ("toolu_b", "toolu_a"),  # not of the proxy
+        (f"toolu_{REPLY_1}01", "toolu_a"),
+    ],
+)
+def test_tool_results_of_unknown_order_stay_as_they_came(ids: tuple[str, str]) -> None:
+    content = results(*ids)
+    texts = [message.text for message in only([{"role": "user", "content": content}])]
+    assert texts == [block["content"] for block in content]

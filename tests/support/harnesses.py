@@ -41,6 +41,12 @@ class HarnessRun:
                 ids[node.call_id] += node.token_ids.tolist()
         return [(call.role, decode(ids[call.call_id])) for call in self.trajectory.calls]
 
+    def prompts_with(self, text: str) -> list[str]:
+        """The texts of the tree's prompt nodes that hold a text."""
+        decode = FastTokenizer.load(POLICY).decode
+        texts = [decode(node.token_ids.tolist()) for node in self.trajectory.tree.nodes if not node.call_id]
+        return [found for found in texts if text in found]
+
 
 def run_harness(name: str, scenario: str, folder: Path, *options: str, timeout_s: float = 280) -> HarnessRun:
     """Install (once a checkout) and run a harness; skips the test where it cannot be had."""
