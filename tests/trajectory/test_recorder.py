@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gyre_core.trajectory.arrow import trajectory_to_ipc
-from gyre_core.trajectory.recorder import FinishedCall, MessageKey, Plan, Recorder
+from gyre_core.trajectory.recorder import Change, FinishedCall, MessageKey, Plan, Recorder
 from gyre_core.trajectory.text import golden
 from gyre_core.types import FinishReason, Role, Substitution, VersionSpan
 from tests.support.trees import ids, word
@@ -20,7 +20,13 @@ def said(text: str) -> MessageKey:
 def replied(text: str, *joins: str) -> MessageKey:
     """An assistant message; its form forgets case and spaces around it."""
     return MessageKey(
-        is_assistant=True, exact=text.encode(), form=text.strip().lower().encode(), joins=joins, empty=not text
+        is_assistant=True,
+        exact=text.encode(),
+        form=text.strip().lower().encode(),
+        joins=joins,
+        empty=not text,
+        text=text.strip(),
+        has_calls=bool(joins),
     )
 
 
@@ -46,6 +52,7 @@ def finish(recorder: Recorder, plan: Plan, prompt: str, output: str, reply: Mess
             cached_tokens=0,
             prompt_state=plan.prompt_state,
             seen=plan.seen,
+            resumes=plan.resumes,
             reply=reply,
             started_s=0.0,
             finished_s=1.0,
@@ -174,3 +181,59 @@ def test_same_operations_give_the_same_trajectory() -> None:
         return recorder
 
     assert trajectory_to_ipc(build().snapshot()) == trajectory_to_ipc(build().snapshot())
+
+
+def test_changed_reply_keeps_its_call_or_forks_by_policy() -> None:
+    for keep, change in ((True, Change.CHANGED_KEPT), (False, Change.CHANGED_FORKED)):
+        recorder = Recorder("r", keep_changed=keep)
+        finish(recorder, recorder.plan(TOOLS, [said("u")]), "U", "A", replied("a", "toolu_1"))
+        plan = recorder.plan(TOOLS, [said("u"), replied("other", "toolu_1"), said("v")])
+        assert plan.changes == {change: 1}
+        assert (plan.anchor is not None) == keep
+        assert plan.substitution is (Substitution.RESPLICED if keep else Substitution.FORKED)
+
+
+def test_beginning_of_a_reply_is_a_cut_of_its_call() -> None:
+    recorder = Recorder("r")
+    finish(recorder, recorder.plan(TOOLS, [said("u")]), "U", "A", replied("one two"))
+    plan = recorder.plan(TOOLS, [said("u"), replied("one t"), said("v")])
+    assert plan.anchor is None and plan.cut == {1: recorder.call("c0")} and plan.changes == {Change.CUT: 1}
+    assert plan.substitution is Substitution.FORKED
+
+
+def test_reply_joined_with_what_it_went_on_with_continues_its_call() -> None:
+    recorder = Recorder("r")
+    finish(recorder, recorder.plan(TOOLS, [said("u")]), "U", "A", replied("one two"))
+    plan = recorder.plan(TOOLS, [said("u"), replied("one"), said("go on")])
+    finish(recorder, plan, "UAg", "B", replied("two", "toolu_2"))
+    plan = recorder.plan(TOOLS, [said("u"), replied("one two", "toolu_2"), said("v")])
+    assert plan.anchor is recorder.call("c1") and plan.num_known == 2 and plan.changes == {Change.JOINED: 1}
+
+
+def test_turns_left_out_between_are_not_taken_for_a_joined_reply() -> None:
+    recorder = Recorder("r")
+    finish(recorder, recorder.plan(TOOLS, [said("u")]), "U", "A", replied("a", "toolu_1"))
+    plan = recorder.plan(TOOLS, [said("s"), replied("a", "toolu_1"), said("v")])  # after a summary
+    finish(recorder, plan, "SAV", "B", replied("b", "toolu_2"))
+    plan = recorder.plan(TOOLS, [said("s"), replied("b", "toolu_2"), said("w")])  # after another, of the same words
+    assert plan.anchor is None and plan.changes == {Change.MOVED: 1}
+    assert plan.moved == {1: recorder.call("c1")}
+
+
+def test_moved_reply_in_other_words_brings_no_recorded_tokens() -> None:
+    recorder = Recorder("r")
+    finish(recorder, recorder.plan(TOOLS, [said("u")]), "U", "A", replied("a", "toolu_1"))
+    plan = recorder.plan(TOOLS, [said("s"), replied("got it", "toolu_1"), said("v")])
+    assert plan.changes == {Change.MOVED: 1} and not plan.moved
+
+
+def test_empty_reply_is_kept_before_the_note_that_follows_it_and_no_other() -> None:
+    recorder = Recorder("r")
+    finish(recorder, recorder.plan(TOOLS, [said("u")]), "U", "A", replied(""))
+    plan = recorder.plan(TOOLS, [said("u"), said("note")])
+    assert plan.anchor is recorder.call("c0") and plan.num_known == 1 and plan.changes == {Change.EMPTY_KEPT: 1}
+    assert recorder.plan(TOOLS, [said("u")]).anchor is None  # the same body again
+    finish(recorder, plan, "N", "B", replied("b"))
+    again = recorder.plan(TOOLS, [said("u"), said("note"), replied("b"), said("v")])
+    assert again.anchor is recorder.call("c1") and not again.changes
+    assert Recorder("other", keep_changed=False).plan(TOOLS, [said("u"), said("note")]).anchor is None
