@@ -21,7 +21,8 @@ class RunningCall:
 
     call_id: str
     created_s: float  # since the epoch
-    reply: asyncio.Future[Reply] = field(init=False)  # cancelled when the session was sealed or dropped
+    reply: asyncio.Future[Reply] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    task: asyncio.Task[None] | None = None  # that settles `reply`; None when it is settled from the start
     prompt_tokens: int = 0  # 0 until the prompt is built
     opened: bool = False  # a response has begun: from now on the call may not fail
 
@@ -29,10 +30,27 @@ class RunningCall:
         """Whether some harness was promised a reply."""
         return self.opened
 
+    def settle(self, outcome: Reply | Refusal) -> None:
+        """End the call with a reply or a refusal; one that has ended stays as it is.
+
+        An exception holds the frames that raised it, and those the request and this call. So the refusal is kept
+        without them: such cycles of few objects and many megabytes are left alone by the collector for long.
+        """
+        if self.reply.done():
+            return
+        if isinstance(outcome, Refusal):
+            self.reply.set_exception(outcome.again())
+            self.reply.exception()  # seen, even when nobody waits any more
+        else:
+            self.reply.set_result(outcome)
+
     def result(self) -> Reply:
         """The reply of a call that is done; raises Refusal."""
         if self.reply.cancelled():
             raise Refusal(RefusalKind.FORBIDDEN, "this session is sealed")
+        error = self.reply.exception()
+        if isinstance(error, Refusal):
+            raise error.again()
         return self.reply.result()
 
     async def wait(self, keepalive_s: float) -> Reply | None:

@@ -9,7 +9,7 @@ import logging
 from typing import Any, Literal
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gyre_core.proxy.delivery import ABORT_EXTENSION
 
@@ -28,6 +28,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _in_head = True
     _head_bytes = 0
     _timer: asyncio.TimerHandle | None = None  # cuts the connection
+    _active: RequestResponseCycle | None = None  # the request that is being answered; `cycle` is the newest one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,6 +39,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        self._disconnect_active()
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and self.cycle is not None and self.cycle.response_complete:
@@ -47,6 +49,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The request head is too large.")
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._disconnect_active()  # the transport is closed, and whoever writes to it now fails
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -69,6 +75,15 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if unread and not self.transport.is_closing():
             self._start_timer()  # for the rest of a body whose request was refused
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._active = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect_active(self) -> None:
+        if self._active is not None and not self._active.response_complete:
+            self._active.disconnected = True
+            self._active.message_event.set()
 
     def _expect_head(self) -> None:
         self._in_head = True

@@ -27,6 +27,19 @@ class Refusal(ProxyError):
         self.message = message
         self.retry_after_s = retry_after_s
 
+    def again(self) -> "Refusal":
+        """The same refusal without what led to it."""
+        return Refusal(self.kind, self.message, retry_after_s=self.retry_after_s)
+
+
+def prompt_too_long(num_tokens: int, context_length: int) -> Refusal:
+    """A prompt that leaves no room to sample, in the words that make harnesses compact their history."""
+    return Refusal(
+        RefusalKind.CONTEXT_LENGTH,
+        f"prompt is too long: {num_tokens} tokens > {context_length - 1} maximum. This model's maximum context length "
+        f"is {context_length} tokens. Please reduce the length of the messages.",
+    )
+
 
 def bad_request(message: str) -> Refusal:
     """A 400."""

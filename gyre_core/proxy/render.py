@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import orjson
 from renderers.base import Renderer, ToolCallParseStatus, create_renderer, load_tokenizer
 from renderers.configs import config_from_name
 
 from gyre_core.errors import ConfigError, SetupError
 from gyre_core.proxy.conversation import Message
+from gyre_core.proxy.refusal import prompt_too_long
 from gyre_core.proxy.tokenizer import FastTokenizer
 from gyre_core.types import Json
 
@@ -29,6 +31,9 @@ Result = TypeVar("Result")
 # By the model's config.json: a fine-tuned policy keeps its family's template, which names cannot show.
 RENDERER_BY_MODEL_TYPE = {"qwen3": "qwen3", "qwen3_moe": "qwen3"}
 LONG_TEXT = 100_000  # characters: about 10 ms of encoding
+# A text with more characters a token than this is not worth encoding to see that it is too long: an encoder takes some
+# 100 bytes of memory for each token. Prose and code have 3 to 5; only runs of spaces or dashes reach 64.
+MAX_CHARS_PER_TOKEN = 64
 _DELIVERABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 
 
@@ -48,6 +53,8 @@ class ParsedReply:
 
 class PromptRenderer:
     """One tokenizer and one renderer of a policy."""
+
+    context_length: int | None = None  # tokens; texts that are far longer are refused before they are encoded
 
     def __init__(self, tokenizer: Any, renderer: Renderer, vocab_size: int) -> None:
         """`vocab_size`: rows of the policy's embedding."""
@@ -88,10 +95,18 @@ class PromptRenderer:
         """Do rendering `work` on `messages`: long texts in a thread, so that other sessions are served meanwhile.
 
         Only `FastTokenizer` is thread-safe; with transformers' tokenizers everything stays in the caller's thread.
+        Raises Refusal for texts far beyond the context.
         """
-        if isinstance(self._tokenizer, FastTokenizer) and sum(len(m.text) for m in messages) > LONG_TEXT:
+        num_chars = sum(_num_chars(message) for message in messages)
+        self.check_length(num_chars)
+        if isinstance(self._tokenizer, FastTokenizer) and num_chars > LONG_TEXT:
             return await asyncio.to_thread(work)
         return work()
+
+    def check_length(self, num_chars: int) -> None:
+        """Raise Refusal when no encoding of so many characters can fit the context."""
+        if self.context_length is not None and num_chars > self.context_length * MAX_CHARS_PER_TOKEN:
+            raise prompt_too_long(num_chars // MAX_CHARS_PER_TOKEN, self.context_length)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Json]) -> list[int]:
         """Ids of a whole prompt, ending where the assistant's turn begins.
@@ -275,6 +290,11 @@ def _model_config(model_path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise SetupError(f"{path} cannot be read: {error}") from error
+
+
+def _num_chars(message: Message) -> int:
+    arguments = sum(len(orjson.dumps(call.arguments)) for call in message.tool_calls)
+    return len(message.text) + len(message.reasoning) + arguments
 
 
 def _is_object(arguments: Any) -> bool:

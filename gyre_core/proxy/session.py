@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from gyre_core.clock import Clock
 from gyre_core.errors import EngineError, ProxyError
@@ -23,7 +24,7 @@ from gyre_core.proxy.call import RunningCall
 from gyre_core.proxy.conversation import ChatRequest, KeyCache, Reply
 from gyre_core.proxy.dialects.base import Dialect
 from gyre_core.proxy.journal import Journal, call_record, read_call
-from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
+from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request, prompt_too_long
 from gyre_core.proxy.render import PromptRenderer
 from gyre_core.proxy.sampling import Sampler
 from gyre_core.proxy.settings import SessionSettings
@@ -96,18 +97,17 @@ class Session:
         if (reply := self._undelivered.get(digest)) is not None:
             counters["retries_replayed"] += 1
             call = RunningCall(call_id=reply.call_id, created_s=reply.created_s)
-            call.reply = asyncio.get_running_loop().create_future()
-            call.reply.set_result(reply)
+            call.settle(reply)
             return call
         self._admit()
         index = self._next_index
         self._next_index += 1
         call = RunningCall(call_id=f"{self.settings.rollout_id}-c{index}", created_s=self._clock.now_s())
-        call.reply = task = asyncio.create_task(
+        call.task = asyncio.create_task(
             self._run(call, request, dialect, digest, index), name=f"{self.session_id} {index}"
         )
         self._running[digest] = call
-        task.add_done_callback(lambda _: self._ended(digest, task))
+        call.task.add_done_callback(partial(self._ended, digest, call))
         return call
 
     def delivered(self, digest: bytes, reply: Reply) -> None:
@@ -197,16 +197,19 @@ class Session:
 
     # One call
 
-    async def _run(self, call: RunningCall, request: ChatRequest, dialect: Dialect, digest: bytes, index: int) -> Reply:
-        """Make a call, within the session's time."""
+    async def _run(self, call: RunningCall, request: ChatRequest, dialect: Dialect, digest: bytes, index: int) -> None:
+        """Make a call, within the session's time, and settle its reply."""
         timeout = asyncio.timeout(self.time_left_s())
         try:
             async with timeout:
-                return await self._make(call, request, dialect, digest, index)
+                reply = await self._make(call, request, dialect, digest, index)
+            call.settle(reply)
+        except Refusal as refusal:
+            call.settle(refusal)
         except TimeoutError:
             if not timeout.expired():
                 raise
-            raise self._out_of_time() from None
+            call.settle(self._out_of_time())
 
     async def _make(
         self, running: RunningCall, request: ChatRequest, dialect: Dialect, digest: bytes, index: int
@@ -221,11 +224,7 @@ class Session:
             counts["splice_template"] += 1  # what came back could follow, but the template rewrites its past
         room = self._context_length - len(prompt.ids)
         if room < 1:
-            raise Refusal(
-                RefusalKind.CONTEXT_LENGTH,
-                f"prompt is too long: {len(prompt.ids)} tokens > {self._context_length - 1} maximum. This model's "
-                f"maximum context length is {self._context_length} tokens. Please reduce the length of the messages.",
-            )
+            raise prompt_too_long(len(prompt.ids), self._context_length)
         sampling = settings.sampling
         budget = self._token_budget()
         max_new = min(request.max_tokens or sampling.max_new_tokens, sampling.max_new_tokens, room, budget)
@@ -363,7 +362,7 @@ class Session:
 
     async def _end_calls(self) -> int:
         """Cancel the calls in flight and cut the connections that are open; returns how many calls there were."""
-        tasks = [call.reply for call in self._running.values()]
+        tasks = [call.task for call in self._running.values() if call.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -378,10 +377,14 @@ class Session:
             raise Refusal(RefusalKind.FORBIDDEN, f"this session used up its {self.settings.limits.max_tokens} tokens")
         return budget
 
-    def _ended(self, digest: bytes, task: asyncio.Future[Reply]) -> None:
-        del self._running[digest]
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Refusal):
+    def _ended(self, digest: bytes, call: RunningCall, task: asyncio.Task[None]) -> None:
+        if self._running.get(digest) is call:
+            del self._running[digest]
+        if task.cancelled():
+            call.reply.cancel()
+        elif (error := task.exception()) is not None:
             logger.error("rollout %s: a call failed by a fault of ours", self.settings.rollout_id, exc_info=error)
+            call.settle(Refusal(RefusalKind.INTERNAL, "internal error of the proxy"))
 
     def _forget(self) -> None:
         """A sealed session needs its bytes only."""

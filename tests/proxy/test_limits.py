@@ -1,6 +1,7 @@
 """Bounds of a session and of the process: what is beyond them is told to come back or to go, and nothing piles up."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import orjson
 import pytest
 
 from gyre_core.clock import ManualClock
+from gyre_core.proxy.conversation import ChatRequest
 from gyre_core.proxy.pressure import Pressure
 from gyre_core.proxy.refusal import Refusal, RefusalKind
 from gyre_core.proxy.server import Proxy
@@ -186,3 +188,37 @@ async def test_slow_reader_is_sent_one_piece_at_a_time_and_a_seal_ends_it(model_
         await app
         assert cut.is_set() and len(sent) == 2 and len(trajectory.calls) == 1
         await proxy.until(open_requests=0, pending_bytes=0, open_responses=0)
+
+
+@pytest.mark.parametrize("dialect", ["messages", "chat"])
+async def test_requests_leave_no_cycles_behind(
+    model_path: Path, dialect: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = fake_engine("a", "b")
+    async with (
+        running_proxy(model_path, engine, engine_attempts=1, context_length=2000) as proxy,
+        serving(proxy) as url,
+    ):
+        harness = await proxy.open(limits={"max_calls": 3})
+        path = {"messages": "/v1/messages", "chat": "/v1/chat/completions"}[dialect]
+        engine.fail_next(503)
+        caplog.set_level("ERROR")  # captured records hold errors, and these the frames that raised them
+        gc.collect()
+        gc.disable()
+        try:
+            async with httpx.AsyncClient(base_url=url, headers={"x-api-key": harness.api_key}) as client:
+                seen = []
+                for content, stream in (
+                    ("u", True),
+                    ("u", True),
+                    ("v", False),
+                    ("x" * 2000, False),
+                    ("x" * 10**6, True),
+                ):
+                    body = {"model": "m", "max_tokens": 9, "messages": user(content), "stream": stream}
+                    seen.append((await client.post(path, json=body)).status_code)
+                assert seen[1:] == [200, 200, 400, 400] and seen[0] in (503, 529)
+            await proxy.until(open_requests=0, open_responses=0)
+            assert not [item for item in gc.get_objects() if type(item) is ChatRequest]
+        finally:
+            gc.enable()
