@@ -62,12 +62,12 @@ class Message:
             return MessageKey(is_assistant=False, exact=form, form=form, is_tool=self.role == "tool")
         calls = [[call.call_id, call.name, call.arguments] for call in self.tool_calls]
         text = trimmed(self.text)
-        joins = tuple(call.call_id for call in self.tool_calls if call.call_id) or tuple(_MINTED.findall(text))
         return MessageKey(
             is_assistant=True,
             exact=_digest([self.text, self.reasoning, calls]),
             form=_digest([text, [[call.name, canonical_json(call.arguments)] for call in self.tool_calls]]),
-            joins=joins + self.signatures,
+            joins=tuple(call.call_id for call in self.tool_calls if call.call_id) + self.signatures,
+            mentions=() if self.tool_calls else tuple(_MINTED.findall(text)),
             empty=not text and not self.tool_calls,
             loose=_digest([text.split(), [[call.name, loose_json(call.arguments)] for call in self.tool_calls]]),
             text=text,

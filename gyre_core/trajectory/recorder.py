@@ -56,6 +56,7 @@ class MessageKey:
     exact: bytes  # of the message as it reads
     form: bytes  # of its canonical form: parsed JSON, key order free, whitespace trimmed, no ids, no reasoning
     joins: tuple[str, ...] = ()  # ids that only the proxy mints
+    mentions: tuple[str, ...] = ()  # such ids in a text without calls: some harnesses write calls as text
     empty: bool = False  # an assistant message without text and tool calls
     loose: bytes = b""  # of a form that forgives more: coerced values, defaults, a leading `cd`; b"" is `form`
     text: str = ""  # of an assistant message, trimmed
@@ -311,6 +312,10 @@ class Recorder:
                 return call, None
         if key.empty:
             return None, None
+        for mention in key.mentions:
+            call = self._by_join.get(mention)
+            if call is not None and call.prompt_state == state:
+                return call, self._change(call.reply, key)
         for call in reversed(self._resumed.get(state, ())):
             if call.reply.text and not key.has_calls and self._is_joined(call, state, key):
                 return call, Change.JOINED

@@ -9,7 +9,7 @@ import pytest
 from gyre_core.trajectory.text import golden
 from gyre_core.types import Substitution
 from tests.support.messages import THINKING, assistant, bash, chatted, replied, text, tool_result, tool_use, user
-from tests.support.proxies import assert_exact, call_text, fake_engine, running_proxy, short
+from tests.support.proxies import assert_exact, call_text, fake_engine, outputs, running_proxy, short
 
 SAMPLED = "<think>\nhm\n</think>\n\n go  \n" + bash('{"n":  5000.0, "command": "cd /app && ls"}')
 ONE_BRANCH = (
@@ -116,6 +116,21 @@ async def test_id_written_into_a_text_joins(model_path: Path) -> None:
             "<usr> Observation: r </> <ast> [done </>]"
         )
         assert trajectory.counters["splice_changed_kept"] == 1
+
+
+async def test_reply_that_mentions_an_id_of_another_call_is_matched_by_its_words(model_path: Path) -> None:
+    engine = fake_engine(bash())
+    async with running_proxy(model_path, engine) as proxy:
+        harness = await proxy.open()
+        (call,) = await replied(harness, [user("u")])
+        engine.add_outputs(outputs(f"see {call['id']}", "end"))
+        history = [user("u"), assistant([call]), user([tool_result(call["id"])])]
+        (words,) = await replied(harness, history)
+        await replied(harness, [*history, assistant([words]), user("v")])
+        trajectory = await harness.seal()
+        assert_exact(trajectory, engine)
+        assert len(trajectory.tree.leaves()) == 1
+        assert {call.substitution for call in trajectory.calls} == {Substitution.CLEAN}
 
 
 async def test_one_of_two_calls_came_back_and_joins(model_path: Path) -> None:

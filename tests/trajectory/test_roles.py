@@ -29,6 +29,27 @@ CASES: list[tuple[str, str, RequestFacts, Role]] = [
     ("claude-code", "2.1.220", RequestFacts(headers={}, output_format="json_schema"), Role.AUX),
     ("claude-code", "2.1.220", RequestFacts(headers={}, output_format="json_schema", tool_names=("Bash",)), Role.MAIN),
     ("claude-code", "2.1.220", RequestFacts(headers={}, tool_names=("web_search",)), Role.AUX),
+    ("claude-agent-sdk", "0.2.189", RequestFacts(headers={"x-claude-code-agent-id": "a1"}), Role.SUB_AGENT),
+    ("smolagents", "1.26.0", RequestFacts(headers={}), Role.MAIN),
+    (
+        "qwen-code",
+        "0.24.4",
+        RequestFacts(
+            headers={}, system="You are now acting as the managed memory extraction subagent", tool_names=("e",)
+        ),
+        Role.AUX,
+    ),
+    (
+        "qwen-code",
+        "0.24.4",
+        RequestFacts(
+            headers={},
+            system="You are Qwen Code",
+            last_user=("You are the component that summarizes a conversation when",),
+            tool_names=("edit",),
+        ),
+        Role.MAIN_SUMMARY,
+    ),
     ("qwen-code", "0.24.4", RequestFacts(headers={}, system="You are Qwen Code", tool_names=("edit",)), Role.MAIN),
     (
         "qwen-code",
