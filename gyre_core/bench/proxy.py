@@ -22,7 +22,7 @@ import numpy as np
 import orjson
 import uvloop
 
-from gyre_core.bench.proxy_client import Connection, Conversation
+from gyre_core.bench.proxy_client import Conversation
 from gyre_core.bench.proxy_engine import FixedReply
 from gyre_core.bench.proxy_history import Corpus, History
 from gyre_core.bench.proxy_servers import (
@@ -52,20 +52,23 @@ class Cell:
     sessions: int  # conversations that call at once
     history: int  # tokens
     rounds: int
+    streams: tuple[bool, ...] = (False,)  # a round calls once each way
 
 
+_BOTH = (False, True)
 QUICK = (
-    Cell(sessions=1, history=_SHORT, rounds=30),
-    Cell(sessions=1, history=_MIDDLE, rounds=30),
-    Cell(sessions=1, history=_LONG, rounds=20),
-    Cell(sessions=64, history=_SHORT, rounds=2),
-    Cell(sessions=64, history=_MIDDLE, rounds=1),
+    Cell(sessions=1, history=_SHORT, rounds=40, streams=_BOTH),
+    Cell(sessions=1, history=_MIDDLE, rounds=40, streams=_BOTH),
+    Cell(sessions=1, history=_LONG, rounds=20, streams=_BOTH),
+    Cell(sessions=64, history=_SHORT, rounds=3),
+    Cell(sessions=64, history=_MIDDLE, rounds=2),
     Cell(sessions=512, history=_SHORT, rounds=1),
 )
 FULL = (
-    *(Cell(sessions=1, history=history, rounds=100) for history in (_SHORT, _MIDDLE, _LONG)),
-    *(Cell(sessions=64, history=history, rounds=4) for history in (_SHORT, _MIDDLE, _LONG)),
-    *(Cell(sessions=512, history=history, rounds=2) for history in (_SHORT, _MIDDLE, _LONG)),
+    *(Cell(sessions=1, history=history, rounds=100, streams=_BOTH) for history in (_SHORT, _MIDDLE, _LONG)),
+    *(Cell(sessions=64, history=history, rounds=3, streams=_BOTH) for history in (_SHORT, _MIDDLE)),
+    Cell(sessions=64, history=_LONG, rounds=2),
+    *(Cell(sessions=512, history=history, rounds=1) for history in (_SHORT, _MIDDLE, _LONG)),
 )
 
 
@@ -158,7 +161,7 @@ class _Bench:
                     await self._open(cell, history)
                 shift = number % len(self._contenders)
                 for contender in self._contenders[shift:] + self._contenders[:shift]:
-                    for stream in (False, True):
+                    for stream in cell.streams:
                         await self._round(contender, samples[contender.name, stream], stream=stream)
                 parse_s.append(_parse_s(self._contenders[0].conversations[0].body(stream=False)))
             for contender in self._contenders:
@@ -167,7 +170,7 @@ class _Bench:
             await self._close()
         rows = []
         for contender in self._contenders[1:]:
-            for stream in (False, True):
+            for stream in cell.streams:
                 row = _row(cell, contender.name, samples, stream=stream)
                 row["body_parse_ms"] = _ms(float(np.median(parse_s)))
                 row["memory_mb"] = round(ended[contender.name], 1)
@@ -176,6 +179,7 @@ class _Bench:
 
     async def _round(self, contender: _Contender, samples: _Samples, *, stream: bool) -> None:
         """One call of every conversation of a contender, all at once."""
+        await asyncio.gather(*(talk.connect() for talk in contender.conversations))
         gc.collect()
         gc.disable()  # a collection in the middle of a call would be measured
         try:
@@ -191,29 +195,32 @@ class _Bench:
         """New conversations, the same for all contenders; each has been answered once."""
         await self._close()
         for contender in self._contenders:
-            for _ in range(cell.sessions):
-                key = contender.server.secret or "none"
-                if contender.name == GYRE:
-                    key = await self._create_session(contender.server)
-                connection = await Connection.open(contender.server.port)
-                talk = Conversation(connection, key, history, self._corpus, self._reply)
-                contender.conversations.append(talk)
+            server = contender.server
+            keys = [server.secret or "none"] * cell.sessions
+            if contender.name == GYRE:
+                keys = await self._create_sessions(server, cell.sessions)
+            contender.conversations = [
+                Conversation(server.port, key, history, self._corpus, self._reply) for key in keys
+            ]
             if contender.name == GYRE:
                 gate = asyncio.Semaphore(_OPENING_AT_ONCE)
                 await asyncio.gather(*(_first_call(talk, gate) for talk in contender.conversations))
             else:  # keeps nothing of a conversation: its first call needs not be made
                 for talk in contender.conversations:
                     talk.skip_call()
-            await contender.conversations[0].call(stream=False)
+            await _first_call(contender.conversations[0], asyncio.Semaphore())  # nothing is cold
 
-    async def _create_session(self, server: Server) -> str:
-        self._num_opened += 1
-        body = {"rollout_id": f"bench-{self._num_opened}", "sampling": {"temperature": 1.0}}
-        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-            url = f"http://127.0.0.1:{server.port}/admin/sessions"
-            response = await client.post(url, json=body, headers=admin_headers(server))
-        response.raise_for_status()
-        return response.json()["api_key"]
+    async def _create_sessions(self, server: Server, count: int) -> list[str]:
+        """New sessions of Gyre's proxy: their keys."""
+        keys = []
+        async with _admin_client(server) as client:
+            for _ in range(count):
+                self._num_opened += 1
+                body = {"rollout_id": f"bench-{self._num_opened}", "sampling": {"temperature": 1.0}}
+                response = await client.post("/admin/sessions", json=body)
+                response.raise_for_status()
+                keys.append(response.json()["api_key"])
+        return keys
 
     async def _close(self) -> None:
         """End all conversations, and Gyre's sessions with them."""
@@ -221,9 +228,7 @@ class _Bench:
             for talk in contender.conversations:
                 talk.close()
             if contender.name == GYRE and contender.conversations:
-                headers = admin_headers(contender.server)
-                base_url = f"http://127.0.0.1:{contender.server.port}"
-                async with httpx.AsyncClient(trust_env=False, timeout=30, base_url=base_url, headers=headers) as client:
+                async with _admin_client(contender.server) as client:
                     self.counters.update((await client.get("/admin/status")).json()["counters"])
                     for talk in contender.conversations:
                         session_id = talk.key.split("-")[1]
@@ -233,7 +238,13 @@ class _Bench:
 
 async def _first_call(talk: Conversation, gate: asyncio.Semaphore) -> None:
     async with gate:
+        await talk.connect()
         await talk.call(stream=False)
+
+
+def _admin_client(server: Server) -> httpx.AsyncClient:
+    url = f"http://127.0.0.1:{server.port}"
+    return httpx.AsyncClient(trust_env=False, timeout=60, base_url=url, headers=admin_headers(server))
 
 
 def _row(cell: Cell, name: str, samples: dict[tuple[str, bool], _Samples], *, stream: bool) -> dict[str, Any]:

@@ -64,6 +64,10 @@ class Connection(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_exception(GyreError(f"the server closed the connection ({exc})"))
 
+    def is_open(self) -> bool:
+        """Whether a request can be written; servers close connections that were idle for long."""
+        return not self._transport.is_closing()
+
     async def send(self, parts: list[bytes]) -> tuple[float, bytes]:
         """Write a request, read its response: seconds and bytes."""
         self._received, self._size, self._needed = [], 0, -1
@@ -86,9 +90,10 @@ class Connection(asyncio.Protocol):
 class Conversation:
     """One session's conversation: its history is sent again with each call and grows by a turn."""
 
-    def __init__(self, connection: Connection, key: str, history: History, corpus: Corpus, reply: FixedReply) -> None:
-        self._connection = connection
+    def __init__(self, port: int, key: str, history: History, corpus: Corpus, reply: FixedReply) -> None:
         self.key = key
+        self._port = port
+        self._connection: Connection | None = None
         self._head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {key}\r\n".encode()
         self._head += b"content-type: application/json\r\ncontent-length: "
         self._history = history
@@ -97,8 +102,14 @@ class Conversation:
         self._turns = b""
         self._number = 0
 
+    async def connect(self) -> None:
+        """See to an open connection."""
+        if self._connection is None or not self._connection.is_open():
+            self._connection = await Connection.open(self._port)
+
     async def call(self, *, stream: bool) -> Answer:
-        """The next call; raises GyreError for a reply that is not the engine's."""
+        """The next call, after `connect`; raises GyreError for a reply that is not the engine's."""
+        assert self._connection is not None
         tail = self._history.tail[stream]
         size = len(self._history.head) + len(self._turns) + len(tail)
         head = self._head + str(size).encode() + b"\r\n\r\n"
@@ -119,7 +130,8 @@ class Conversation:
 
     def close(self) -> None:
         """Close the connection."""
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def _add_turn(self, call_id: str) -> None:
         self._turns += self._corpus.turn(self._reply, call_id, self._number)

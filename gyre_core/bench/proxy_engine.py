@@ -51,15 +51,15 @@ class Replies:
         self._chat = _response(orjson.dumps(_chat_body(reply)), b"application/json")
         self._stream = _chunked([b"data: " + event + b"\n\n" for event in _chat_events(reply)])
 
-    def answer(self, path: bytes, body: bytes) -> bytes:
-        """The whole response to a request."""
+    def answer(self, path: bytes, request: bytes) -> bytes:
+        """The whole response to a request; its head may stand before its body."""
         if path == b"/generate":
-            start = body.index(b'"input_ids":') + len(b'"input_ids":')
-            num_prompt = body.count(b",", start, body.index(b"]", start)) + 1
+            start = request.index(b'"input_ids":') + len(b'"input_ids":')
+            num_prompt = request.count(b",", start, request.index(b"]", start)) + 1
             head, tail = self._generate
             return _response(head + str(num_prompt).encode() + tail, b"application/json")
         if path.endswith(b"/chat/completions"):
-            tail = body[-2000:]  # the client puts its options after the messages
+            tail = request[-2000:]  # the client puts its options after the messages
             return self._stream if b'"stream":true' in tail or b'"stream": true' in tail else self._chat
         if path in (b"/health", b"/model_info"):
             return _response(b'{"weight_version":"0"}', b"application/json")
@@ -75,7 +75,6 @@ class _Connection(asyncio.Protocol):
         self._size = 0
         self._needed = 0  # bytes of head and body, 0 while the head is not whole
         self._path = b""
-        self._body_at = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by type
@@ -91,12 +90,11 @@ class _Connection(asyncio.Protocol):
                 return
             head = joined[:end]
             self._path = head.split(b" ", 2)[1].partition(b"?")[0]
-            self._body_at = end + 4
-            self._needed = self._body_at + _content_length(head)
+            self._needed = end + 4 + _content_length(head)
         if self._size >= self._needed:
-            body = b"".join(self._received)[self._body_at : self._needed]
+            received = self._received[0] if len(self._received) == 1 else b"".join(self._received)
             self._received, self._size, self._needed = [], 0, 0
-            self._transport.write(self._replies.answer(self._path, body))
+            self._transport.write(self._replies.answer(self._path, received))
 
 
 def _content_length(head: bytes) -> int:

@@ -107,7 +107,7 @@ def litellm_server(folder: Path, environment: Path, engine: Server) -> Iterator[
     variables = {**_LITELLM_ENVIRONMENT, "HOME": str(folder), "PATH": "/usr/bin:/bin"}
     command = ["env", "-i", *(f"{name}={value}" for name, value in variables.items())]
     command += [str(environment.absolute() / "bin/litellm"), "--config", str(config)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--num_workers", "1", "--keepalive_timeout", "75"]
     with _running("litellm", command, folder, port, "/health/liveliness", secret=key) as server:
         yield server
 
