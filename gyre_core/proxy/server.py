@@ -355,7 +355,9 @@ def _api_key(request: Request) -> str:
 
 
 def _guess_dialect(request: Request, path: str) -> Dialect:
-    return _MESSAGES if "messages" in path or "anthropic-version" in request.headers else _CHAT
+    if "messages" in path or "anthropic-version" in request.headers:
+        return _MESSAGES
+    return _RESPONSES if "responses" in path else _CHAT
 
 
 def _probe(path: str) -> Response:
