@@ -6,6 +6,7 @@ a conflict on a retry whose object holds our bytes is the earlier attempt's succ
 """
 
 import errno
+import io
 import logging
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 2.0  # s3fs alone waits more than 150 s for a frozen server
 _READ_TIMEOUT_S = 5.0
+_SLOWEST_BYTES_S = 2**20  # a PUT below this speed is given up: the client has no time-out of its own for sending
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2  # doubled each time: 3 s of pauses in all
 _SINGLE_PUT_BYTES = 5 * 2**30  # S3's limit of one PUT; below it no multipart upload is used
@@ -34,18 +36,31 @@ class S3Storage:
     """
 
     def __init__(
-        self, root: str, *, writer: Any, reader: pafs.FileSystem, sleep: Callable[[float], None] = time.sleep
+        self,
+        root: str,
+        *,
+        writer: Any,
+        reader: pafs.FileSystem,
+        read_timeout_s: float = _READ_TIMEOUT_S,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`root` is bucket/prefix; `writer` an s3fs.S3FileSystem; `reader` a pyarrow file system of the same bucket."""
         self._root = root.strip("/")
         self._writer = writer
         self._reader = reader
+        self._silence_s = _CONNECT_TIMEOUT_S + 2 * read_timeout_s
         self._sleep = sleep
 
     @classmethod
-    def from_url(cls, url: str) -> "S3Storage":
-        """Credentials come from the environment or the usual AWS files, never from the URL."""
+    def from_url(
+        cls, url: str, *, read_timeout_s: float = _READ_TIMEOUT_S, sleep: Callable[[float], None] = time.sleep
+    ) -> "S3Storage":
+        """Credentials come from the environment or the usual AWS files, never from the URL.
+
+        `read_timeout_s` bounds each wait for a silent server, not a whole transfer.
+        """
         import s3fs
+        from aiobotocore.session import get_session
 
         parts = urlsplit(url)
         options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
@@ -56,13 +71,16 @@ class S3Storage:
                 "s3://bucket/prefix[?endpoint=http://host:port&region=name], credentials come from the environment"
             )
         endpoint, region = options.get("endpoint"), options.get("region")
+        session = get_session()
+        session.get_component("event_emitter").register_last("before-call.s3", _send_at_once)
         writer = s3fs.S3FileSystem(
+            session=session,
             endpoint_url=endpoint,
             client_kwargs={"region_name": region} if region else {},
             config_kwargs={
                 "connect_timeout": _CONNECT_TIMEOUT_S,
-                "read_timeout": _READ_TIMEOUT_S,
-                "retries": {"max_attempts": 1},
+                "read_timeout": read_timeout_s,
+                "retries": {"total_max_attempts": 1},
             },
             use_listings_cache=False,
             skip_instance_cache=True,
@@ -74,10 +92,11 @@ class S3Storage:
             scheme=scheme or None,
             region=region,
             connect_timeout=_CONNECT_TIMEOUT_S,
-            request_timeout=_READ_TIMEOUT_S,
+            request_timeout=read_timeout_s,
             retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=1),
         )
-        return cls(f"{parts.netloc}{parts.path}", writer=writer, reader=reader)
+        root = f"{parts.netloc}{parts.path}"
+        return cls(root, writer=writer, reader=reader, read_timeout_s=read_timeout_s, sleep=sleep)
 
     @property
     def url(self) -> str:
@@ -90,9 +109,11 @@ class S3Storage:
                 f"{key} has {len(data)} bytes, more than one PUT holds; put the rollouts as several tables"
             )
 
+        timeout_s = self._silence_s + len(data) / _SLOWEST_BYTES_S
+
         def put(attempt: int) -> None:
             try:
-                self._writer.pipe_file(path, data, mode="create", chunksize=_SINGLE_PUT_BYTES)
+                self._writer.pipe_file(path, data, mode="create", chunksize=_SINGLE_PUT_BYTES, timeout=timeout_s)
             except OSError as error:
                 if not _is_conflict(error):
                     raise
@@ -109,8 +130,13 @@ class S3Storage:
         return self._retried(f"cannot read {key}", read, missing=key)
 
     def open_input(self, key: str) -> pa.NativeFile:
-        path = self._path(key)
-        return self._retried(f"cannot read {key}", lambda _attempt: self._reader.open_input_file(path), missing=key)
+        path, what = self._path(key), f"cannot read {key}"
+        file = self._retried(what, lambda _attempt: self._reader.open_input_file(path), missing=key)
+
+        def read_at(size: int, start: int) -> bytes:
+            return self._retried(what, lambda _attempt: file.read_at(size, start), missing=key)
+
+        return pa.PythonFile(_RetriedReads(file.size(), read_at), mode="r")
 
     def size(self, key: str) -> int | None:
         path = self._path(key)
@@ -133,7 +159,7 @@ class S3Storage:
 
         def remove(_attempt: int) -> None:
             try:
-                self._writer.rm_file(path)
+                self._writer.rm_file(path, timeout=self._silence_s)
             except FileNotFoundError:
                 return
 
@@ -156,11 +182,46 @@ class S3Storage:
             except (OSError, BotoCoreError, ClientError) as error:
                 if isinstance(error, PermissionError) or "ACCESS_DENIED" in str(error):  # s3fs, pyarrow
                     raise StoreError(f"{what} in {self.url}: access denied; check the AWS credentials") from error
+                reason = str(error) or type(error).__name__
                 if attempt + 1 == _ATTEMPTS:
-                    raise StoreError(f"{what} in {self.url} after {_ATTEMPTS} attempts: {error}") from error
-                logger.warning("%s in %s (attempt %d of %d): %s", what, self.url, attempt + 1, _ATTEMPTS, error)
+                    raise StoreError(f"{what} in {self.url} after {_ATTEMPTS} attempts: {reason}") from error
+                logger.warning("%s in %s (attempt %d of %d): %s", what, self.url, attempt + 1, _ATTEMPTS, reason)
                 self._sleep(_FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("unreachable")
+
+
+class _RetriedReads(io.RawIOBase):
+    """An object as a file whose every read is retried; what a read raises reaches the caller as it is."""
+
+    def __init__(self, size_bytes: int, read_at: Callable[[int, int], bytes]) -> None:
+        self._size_bytes = size_bytes
+        self._read_at = read_at
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        self._position = start + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size_bytes - self._position, 0)
+        data = self._read_at(left if size < 0 else min(size, left), self._position) if left else b""
+        self._position += len(data)
+        return data
+
+
+def _send_at_once(params: dict[str, Any], **_: Any) -> None:
+    """Take away `Expect: 100-continue`: aiohttp waits for its answer without a limit, so a frozen server hangs it."""
+    params["headers"].pop("Expect", None)
 
 
 def _is_conflict(error: OSError) -> bool:

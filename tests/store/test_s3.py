@@ -25,8 +25,8 @@ class FakeWriter:
         self.faults: list[BaseException | None] = []
         self.lost_replies = 0  # puts that happen although the caller gets an error
 
-    def pipe_file(self, path: str, value: bytes, mode: str, chunksize: int) -> None:
-        assert mode == "create" and chunksize >= len(value)
+    def pipe_file(self, path: str, value: bytes, mode: str, chunksize: int, timeout: float) -> None:
+        assert mode == "create" and chunksize >= len(value) and 0 < timeout < 60
         if self.faults and (fault := self.faults.pop(0)) is not None:
             raise fault
         target = self._folder / path
@@ -38,7 +38,7 @@ class FakeWriter:
             self.lost_replies -= 1
             raise TimeoutError("no reply")
 
-    def rm_file(self, path: str) -> None:
+    def rm_file(self, path: str, timeout: float) -> None:
         (self._folder / path).unlink()
 
 
