@@ -13,7 +13,15 @@ from gyre_core.errors import ConfigError
 from gyre_core.run_folder import RunFolder, list_runs
 
 # What may change when a run is continued: how long it goes on and what it may use, never what it learns from.
-_RESUMABLE_KEYS = ("train.steps", "rollout.slots", "evaluate.", "prefect.", "engine.", "store.min_free_bytes")
+_RESUMABLE_KEYS = (
+    "train.steps",
+    "rollout.slots",
+    "evaluate.",
+    "prefect.",
+    "engine.",
+    "store.min_free_bytes",
+    "grading.keep_",
+)
 
 
 def run_training(
