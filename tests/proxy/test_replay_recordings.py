@@ -27,6 +27,7 @@ async def test_recorded_run_replays_to_its_golden_tree(model_path: Path, path: P
     rows = runs_of(path)[run]
     result = await replay(model_path, rows, harness=harness, version=version)  # checks the tree against the engine
     assert result.refusals == []
+    assert result.requests.total() == len(rows)
     expected = {key: value for key, value in GOLDEN[f"{harness} {version}"][run].items() if key != "why"}
     assert {"calls": len(rows), **result.summary()} == expected
 
