@@ -18,6 +18,7 @@ from gyre_core.trajectory.recorder import Plan, RecordedCall
 from gyre_core.types import Json
 
 TAIL_TOKENS = 256  # of the prompt's end, for the bridge: holds the last turn's opening whatever the message lengths
+MAX_STAND_INS = 2000  # of one prompt; each takes 0.1 ms of the event loop, and no harness re-sends so many at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ def assemble(new: NewMessages, renderer: PromptRenderer, history: Callable[[], S
 
     `history` gives all messages before the new ones; only templates without a bridge of their own ask for it.
     """
+    if sum(message.role == "assistant" for message in new.messages) > MAX_STAND_INS:
+        return None
     try:
         return _assemble(new, renderer, history)
     except ValueError:  # the template refuses a part; it may take the whole
