@@ -5,7 +5,8 @@ Leaves: the ids that follow the recorded ones, or None when the template does no
 
 Between two assistant messages the renderer's own bridge writes what the template writes there; an assistant message is
 its recorded ids when it was sampled (in another context: after a summary), the recorded ids of its beginning when only
-that came back, else its text as the template renders it. None of these are targets.
+that came back, else its text as the template renders it. All of it is context; only a beginning is what was sampled in
+this very place, so the tree shares it with its call, as a target once.
 """
 
 from collections.abc import Callable, Sequence
