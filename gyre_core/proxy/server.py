@@ -138,7 +138,9 @@ class Proxy:
         }
 
     async def aclose(self) -> None:
-        """Close clients and journals; sessions can be restored."""
+        """End the calls in flight, close clients and journals; sessions can be restored."""
+        for session, _ in self.sessions.values():
+            await session.end_calls()
         await self.sampler.aclose()
         for session, _ in self.sessions.values():
             session.close()
@@ -361,10 +363,21 @@ def _guess_dialect(request: Request, path: str) -> Dialect:
 
 
 def _probe(path: str) -> Response:
-    if path.endswith("models"):
-        model = {"id": "gyre-policy", "object": "model", "type": "model", "display_name": "Gyre policy", "created": 0}
-        return _json({"object": "list", "data": [{**model, "owned_by": "gyre"}], "has_more": False})
-    return _json({"ok": True})
+    head, _, name = path.rpartition("models")
+    if head not in ("", "v1/") or not path.startswith(f"{head}models"):
+        return _json({"ok": True})
+    if name.startswith("/"):
+        return _json(_model(name[1:]))  # any name is served
+    data = [_model("gyre-policy")]
+    return _json(
+        {"object": "list", "data": data, "has_more": False, "first_id": "gyre-policy", "last_id": "gyre-policy"}
+    )
+
+
+def _model(name: str) -> Json:
+    """A model as both Anthropic and OpenAI describe one."""
+    openai = {"object": "model", "created": 0, "owned_by": "gyre"}
+    return {"id": name, "type": "model", "display_name": name, "created_at": "2025-01-01T00:00:00Z", **openai}
 
 
 # Admin side

@@ -140,7 +140,7 @@ class Session:
         """
         self._closing = True
         async with self._sealing:
-            if num_aborted := await self._end_calls():
+            if num_aborted := await self.end_calls():
                 self._recorder.counters["calls_aborted_at_seal"] += num_aborted
             if self.sealed is None:
                 if self._journal is not None:
@@ -154,7 +154,7 @@ class Session:
     async def drop(self) -> None:
         """Forget the session, its journal included."""
         self._closing = True
-        await self._end_calls()
+        await self.end_calls()
         self._sampler.router.forget(self.session_id)
         if self._journal is not None:
             self._journal.remove()
@@ -360,7 +360,7 @@ class Session:
     def _out_of_time(self) -> Refusal:
         return Refusal(RefusalKind.FORBIDDEN, f"this session used up its {self.settings.limits.max_time_s:g} s")
 
-    async def _end_calls(self) -> int:
+    async def end_calls(self) -> int:
         """Cancel the calls in flight and cut the connections that are open; returns how many calls there were."""
         tasks = [call.task for call in self._running.values() if call.task is not None]
         for task in tasks:

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
-from tests.support.proxies import BASH, assert_exact, call_text, fake_engine, running_proxy
+from tests.support.proxies import BASH, assert_exact, call_text, fake_engine, running_proxy, serving
 
 USER: list[Any] = [{"role": "user", "content": "u"}]
 CHAT_BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
@@ -165,3 +167,13 @@ async def test_system_messages_anywhere_and_runs_of_one_role_grow_one_branch(
         trajectory = await harness.seal()
         assert_exact(trajectory, engine)
         assert len(trajectory.tree.leaves()) == 1 and trajectory.counters["substitution_clean"] == 3
+
+
+async def test_sdks_list_and_find_models(model_path: Path) -> None:
+    async with running_proxy(model_path, fake_engine()) as proxy, serving(proxy) as url:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="any") as client:
+            (model,) = [model async for model in client.models.list()]
+            assert model.type == "model" and (await client.models.retrieve("claude-any")).id == "claude-any"
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="any") as client:
+            (found,) = [model async for model in client.models.list()]
+            assert found.object == "model" and (await client.models.retrieve("gpt-any")).id == "gpt-any"
