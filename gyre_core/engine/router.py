@@ -21,6 +21,11 @@ FIRST_BACKOFF_S = 0.25  # an engine that hiccups is asked again soon
 MAX_BACKOFF_S = 8.0  # one that is gone costs a call this much at most between tries
 
 
+def backoff_s(failures: int) -> float:
+    """How long to leave an engine alone after so many failures before this one."""
+    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 32))  # an outage may last thousands of tries
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSlot:
     """An engine that takes calls.
@@ -119,7 +124,7 @@ class RouterState:
         """An engine did not answer well."""
         engine = self.engines.get(url)
         if engine is not None:
-            engine.not_before_s = now_s + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**engine.failures)
+            engine.not_before_s = now_s + backoff_s(engine.failures)
             engine.failures += 1
 
     def succeeded(self, url: str) -> None:

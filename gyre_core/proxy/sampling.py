@@ -5,6 +5,7 @@ sampled a part of it. An engine that ends a call early (its cell changes role, i
 elsewhere, or on the same engine when it returns, with prompt + partial output as its prompt.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -15,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from gyre_core.engine.client import EngineClient
-from gyre_core.engine.router import EngineSlot, Grant, Router
+from gyre_core.engine.router import EngineSlot, Grant, Router, backoff_s
 from gyre_core.errors import EngineError
 from gyre_core.proxy.settings import EngineEntry
 from gyre_core.types import FinishReason, Generation, SamplingParams, TokenIds, VersionSpan
@@ -56,7 +57,11 @@ class Sampler:
         parts: list[Generation] = []
         num_done = 0
         fruitless = 0
+        num_refused = 0  # answers that no retry mends
         while True:
+            if num_refused:
+                # The fault may be the call's: engines that serve others well must not rest for it again and again.
+                await asyncio.sleep(backoff_s(num_refused - 1))
             grant = await self.router.acquire(session_id)
             failed = False
             try:
@@ -79,6 +84,7 @@ class Sampler:
                 logger.warning("call %s on %s, try %d: %s", call_id, grant.url, fruitless, error)
                 if (not error.retryable or fruitless >= self._attempts) and not patient():
                     raise
+                num_refused += not error.retryable
                 continue
             finally:
                 self.router.release(grant, failed=failed)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre_core.clock import ManualClock
-from gyre_core.engine.router import FIRST_BACKOFF_S, MAX_BACKOFF_S, EngineSlot, Grant, Router, RouterState
+from gyre_core.engine.router import FIRST_BACKOFF_S, MAX_BACKOFF_S, EngineSlot, Grant, Router, RouterState, backoff_s
 
 A, B = "http://a", "http://b"
 
@@ -156,3 +156,7 @@ async def test_router_asks_a_resting_engine_again_by_itself() -> None:
     router.release(await router.acquire("s"), failed=True)
     async with asyncio.timeout(5):
         assert (await router.acquire("s")).url == A
+
+
+def test_outage_of_thousands_of_tries_keeps_the_longest_rest() -> None:
+    assert [backoff_s(n) for n in (0, 1, 5, 6, 10_000)] == [0.25, 0.5, 8.0, 8.0, 8.0]

@@ -130,6 +130,16 @@ async def test_option_that_is_not_honoured_is_counted(
         } == dict.fromkeys(names, 1)
 
 
+@pytest.mark.parametrize("stops", [["x"] * 65, ["x" * 5000]])
+async def test_absurd_stop_strings_reach_no_engine(model_path: Path, stops: list[str]) -> None:
+    engine = fake_engine("a")
+    async with running_proxy(model_path, engine) as proxy:
+        harness = await proxy.open()
+        assert (await harness.messages(USER, stop_sequences=stops)).status_code == 400
+        assert (await harness.chat(USER, stop=stops)).status_code == 400
+        assert not engine.calls
+
+
 async def test_several_choices_are_refused(model_path: Path) -> None:
     async with running_proxy(model_path, fake_engine("a")) as proxy:
         harness = await proxy.open()

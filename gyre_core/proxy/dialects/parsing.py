@@ -11,6 +11,9 @@ from gyre_core.proxy.conversation import as_text, require
 from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
 from gyre_core.types import Json
 
+MAX_STOPS = 64  # the APIs allow a few; an engine compares each with every token's text
+MAX_STOP_CHARS = 4096
+
 _OPENAI_ERRORS: dict[RefusalKind, tuple[int, str, str | None]] = {  # status, type, code
     RefusalKind.BAD_REQUEST: (400, "invalid_request_error", None),
     RefusalKind.CONTEXT_LENGTH: (400, "invalid_request_error", "context_length_exceeded"),
@@ -45,6 +48,10 @@ def stop_strings(value: Any, name: str) -> tuple[str, ...]:
     """One string, a list of strings, or nothing; empty ones are left out."""
     stops = [value] if isinstance(value, str) else value or []
     require(isinstance(stops, list) and all(isinstance(stop, str) for stop in stops), f"{name}: strings are required")
+    require(
+        len(stops) <= MAX_STOPS and sum(map(len, stops)) <= MAX_STOP_CHARS,
+        f"{name}: at most {MAX_STOPS} strings with {MAX_STOP_CHARS} characters are served",
+    )
     return tuple(stop for stop in stops if stop)
 
 
