@@ -1,4 +1,6 @@
-"""`gyre inspect`: a run's steps and rollouts from its store, or one rollout's tree with the trained tokens marked."""
+"""`gyre inspect`: a run's steps and rollouts from its store, or one rollout's tree with the trained tokens marked; as
+text, as data or as a page.
+"""
 
 import io
 from collections import Counter
@@ -8,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gyre_core.errors import StoreError
+from gyre_core.errors import GyreError, StoreError
 from gyre_core.store import Store
 from gyre_core.store.run_store import newest_run, open_run_store
 from gyre_core.store.tables import locate_branch
@@ -91,6 +93,29 @@ def inspect_rollout(runs_dir: Path, run_id: str, rollout: str) -> tuple[dict[str
         "trained_tokens": sum(trained.values()),
     }
     return result, f"{head}\n{text}"
+
+
+def write_html(runs_dir: Path, run_id: str | None, rollout: str | None, target: Path) -> tuple[dict[str, Any], str]:
+    """Write the page of a rollout, or of the whole run; raises GyreError when the file cannot be written."""
+    from gyre_core.viewer.page import rollout_page, run_page
+    from gyre_core.viewer.stored import stored_rollout_model, stored_run_model, write_page
+    from gyre_core.viewer.vocabulary import load_vocabulary
+
+    folder = newest_run(runs_dir, run_id or None)
+    config, store = open_run_store(folder)
+    if rollout is None:
+        shown = folder.run_id
+        page = run_page(stored_run_model(store, folder.run_id, beside=target.parent))
+    else:
+        _, shown = _find(store, rollout)
+        vocabulary = load_vocabulary(config.model.path)
+        page = rollout_page(stored_rollout_model(store, shown, vocabulary, run_id=folder.run_id))
+    try:
+        write_page(target, page)
+    except OSError as error:
+        raise GyreError(f"cannot write {target}: {error.strerror or error}; give another --html FILE") from error
+    result = {"run": folder.run_id, "rollout": None if rollout is None else shown, "html": str(target)}
+    return {**result, "size_bytes": len(page)}, f"{target}: {shown}, {len(page) / 1e3:,.0f} kB"
 
 
 def _find(store: Store, wanted: str) -> tuple[Any, str]:

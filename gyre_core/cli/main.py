@@ -73,9 +73,15 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show a run's steps and rollouts, or one rollout's tree with its trained tokens marked."""
-    from gyre_core.cli.inspect import inspect_rollout, inspect_run
+    html: Annotated[Path | None, typer.Option("--html", help="write a self-contained page instead of text")] = None,
+    from gyre_core.cli.inspect import inspect_rollout, inspect_run, write_html
 
-    result, text = inspect_run(runs_dir, run) if rollout is None else inspect_rollout(runs_dir, run or "", rollout)
+    if html is not None:
+        result, text = write_html(runs_dir, run, rollout, html)
+    elif rollout is None:
+        result, text = inspect_run(runs_dir, run)
+    else:
+        result, text = inspect_rollout(runs_dir, run or "", rollout)
     if as_json:
         print_result(result)
     else:

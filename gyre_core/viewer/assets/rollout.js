@@ -346,7 +346,7 @@ class RolloutPage {
     const from = Math.min(...calls.map((call) => this.calls[call].start)), to = Math.max(...calls.map((call) => this.calls[call].start + this.calls[call].seconds));
     const nested = threads.filter((other) => other.parent === index).length;
     const cause = thread.below >= 0 ? this.cause[thread.below] : -1;
-    const title = !thread.conversation ? "Branch" + (cause >= 0 ? ` after #${cause}` : "") : nested && thread.below < 0 ? "Conversations" : "Conversation";
+    const title = !thread.conversation ? "Branch" + (cause >= 0 ? ` after #${cause}` : "") : this.shared(thread) ? "Shared start" : "Conversation";
     return h("div", { class: "line" }, h("span", { class: "caret" }, this.folded.has(index) ? "▸" : "▾"),
       h("span", { class: "name" }, title), roles.map((role) => h("span", { class: "mark-role r" + role, title: this.head.roles[role] }, SHAPE[this.head.roles[role]])),
       h("span", { class: "soft" }, `${count(calls.length)} call${calls.length === 1 ? "" : "s"} · ${short(tokens)} tokens`),
@@ -354,6 +354,12 @@ class RolloutPage {
       h("span", { class: "space" }),
       trained ? h("span", { class: "tag mark-trained" }, `${short(trained)} trained`) : null,
       calls.length ? h("span", { class: "soft num" }, `${seconds(from)} – ${seconds(to)}`) : null);
+  }
+
+  // A thread that is only a prompt with which several conversations begin.
+  shared(thread) {
+    const last = this.layout.rows.slice(thread.start, thread.end).findLast((node, row) => this.layout.thread_of[thread.start + row] === this.layout.threads.indexOf(thread));
+    return !this.nodes.sampled[last] && this.kids[last].length > 1;
   }
 
   nodeRow(node) {
@@ -402,10 +408,13 @@ class RolloutPage {
   }
 
   preview(node) {
-    const size = this.nodes.size[node];
-    const clean = (text) => visible(text.replace(/\s+/g, " ").trim());
-    if (size <= 90) return clean(this.text(node));
-    return clean(this.text(node, 0, 60)) + " … " + clean(this.text(node, size - 30, size));
+    const size = this.nodes.size[node], start = this.first[node];
+    const clean = (from, to) => {
+      const pieces = [];
+      for (let i = start + from; i < start + to; i++) if (!this.special.has(this.tokens[i])) pieces.push(...this.pieces[this.tokens[i]]);
+      return visible(new TextDecoder().decode(new Uint8Array(pieces)).replace(/\s+/g, " ").trim());
+    };
+    return (size <= 90 ? clean(0, size) : clean(0, 60) + " … " + clean(size - 30, size)) || visible(this.text(node, 0, Math.min(size, 90)));
   }
 
   body(node) {
