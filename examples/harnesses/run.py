@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from gyre_core.proxy.supervisor import ProxySupervisor
 from gyre_core.proxy.tokenizer import FastTokenizer
 from gyre_core.rollout.runner import FinishedRollout, run_rollout, workspace_of
 from gyre_core.rollout.sandbox import Sandbox
+from gyre_core.rollout.view import WORKSPACE_DIR
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store
 from gyre_core.trajectory.tree import Trajectory
@@ -65,34 +67,30 @@ POLICY_VERSION = 1
 def run_config(name: str, installed: Installed, runs_dir: Path, keepalive_s: float) -> RunConfig:
     """The configuration of such a run, as a training run would have it."""
     harness = read_harness(name)["harness"]
-    places = {
-        "{install}": str(installed.path),
-        "{node}": str(installed.node),
-        "{here}": str(HERE),
-        "{machine}": machine(),
-    }
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: fill(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [fill(item) for item in value]
-        for place, path in places.items():
-            value = value.replace(place, str(path))
-        return value
-
+    places = {"{install}": installed.path, "{node}": installed.node, "{here}": HERE, "{machine}": machine()}
     tree = {
         "name": f"harness-{name}",
         "runs_dir": str(runs_dir),
         "model": {"path": str(POLICY), "context_length": CONTEXT_LENGTH},
         "data": {"train": str(PROBLEMS)},
-        "rollout": {"harness": fill(harness), "group_size": 1, "time_limit_s": 900, "overall_limit_s": 1000},
+        "rollout": {"harness": filled(harness, places), "group_size": 1, "time_limit_s": 900, "overall_limit_s": 1000},
         "selection": {"min_group": 1},
         "train": {"micro_step_tokens": CONTEXT_LENGTH},
         "engine": {"max_total_tokens": CONTEXT_LENGTH},
         "proxy": {"keepalive_s": keepalive_s},
     }
     return parse_run_config(tree, base_dir=HERE, source=f"{name}.toml")
+
+
+def filled(value: Any, places: Mapping[str, Any]) -> Any:
+    """A TOML value with the places in its texts filled in."""
+    if isinstance(value, dict):
+        return {key: filled(item, places) for key, item in value.items()}
+    if isinstance(value, list):
+        return [filled(item, places) for item in value]
+    for place, content in places.items() if isinstance(value, str) else ():
+        value = value.replace(place, str(content))
+    return value
 
 
 def proxy_settings(folder: RunFolder, config: RunConfig) -> ProxySettings:
@@ -120,15 +118,19 @@ async def run_harness(
 ) -> dict[str, Any]:
     """Run one scenario and commit it; returns the summary."""
     data = read_harness(name)
-    script = Script.read(data.get("summary", {}), data["scripts"][scenario])
+    config = run_config(name, installed, runs_dir, keepalive_s)
+    folder = RunFolder.create(config, f"harness-{name}-{scenario}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}")
+    workdir = folder.work / f"{scenario}-{name}"
+    sandbox, sandbox_name = _sandbox(sandboxed)
+    workspace = workspace_of(workdir) if sandbox_name == "none" else WORKSPACE_DIR
+    steps = filled(data["scripts"][scenario], {"{workspace}": workspace})
+    script = Script.read(data.get("summary", {}), steps)
     tokenizer = FastTokenizer.load(POLICY)
     vocab_size = PromptRenderer.load(POLICY).vocab_size
     engine = ScriptedEngine(
         script, encode=tokenizer.encode, decode=tokenizer.decode, vocab_size=vocab_size, stall_s=stall_s
     )
     engine.set_version(POLICY_VERSION)
-    config = run_config(name, installed, runs_dir, keepalive_s)
-    folder = RunFolder.create(config, f"harness-{name}-{scenario}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}")
     spec = RolloutSpec(
         rollout_id=f"{scenario}-{name}",
         group_id=f"{scenario}-{name}",
@@ -138,7 +140,6 @@ async def run_harness(
         dispatch_version=POLICY_VERSION,
         seed=1,
     )
-    sandbox, sandbox_name = _sandbox(sandboxed)
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(FakeEngineServer(engine))
@@ -156,7 +157,7 @@ async def run_harness(
                 grading=config.grading,
                 proxy=proxy,
                 sandbox=sandbox,
-                workdir=folder.work / spec.rollout_id,
+                workdir=workdir,
                 keep_workspaces=keep,
             )
     wall_s = time.monotonic() - started
@@ -177,7 +178,7 @@ async def run_harness(
         "wall_s": round(wall_s, 1),
     }
     if keep:
-        summary["workspace"] = str(workspace_of(folder.work / spec.rollout_id))
+        summary["workspace"] = str(workspace_of(workdir))
     return summary
 
 
