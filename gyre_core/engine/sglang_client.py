@@ -15,10 +15,14 @@ import numpy as np
 import orjson
 
 from gyre_core.engine.replies import error_message, parse_generation
+from gyre_core.engine.transport import AiohttpTransport
 from gyre_core.errors import EngineError
 from gyre_core.types import Generation, Json, SamplingParams, TokenIds
 
 CONNECT_TIMEOUT_S = 5.0  # one machine or one cluster network: an engine that lives accepts at once
+# Idle connections are given up well before the server closes them (after 5 s): a request on a connection that closes
+# at this moment fails without an answer.
+KEEPALIVE_S = 2.0
 CONTROL_TIMEOUT_S = 60.0  # control verbs; measured in milliseconds
 WEIGHTS_TIMEOUT_S = 1800.0  # reading or hashing all weights: proportional to their size, minutes for the largest models
 ABORT_TIMEOUT_S = 2.0  # of the courtesy abort after a cancelled or timed-out call; measured 3 ms
@@ -62,10 +66,7 @@ class SGLangClient:
             headers={"authorization": f"Bearer {api_key}"} if api_key is not None else None,
             timeout=httpx.Timeout(CONTROL_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             # Calls last minutes and the router bounds how many there are: never queue inside the client.
-            # Idle connections are given up well before the server closes them (after 5 s): a request on a connection
-            # that closes at this moment fails without an answer.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0),
-            transport=transport,
+            transport=transport or AiohttpTransport(keepalive_s=KEEPALIVE_S),
             trust_env=False,  # engines are reached directly; a proxy from the environment would break long calls
         )
 
