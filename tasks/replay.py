@@ -16,7 +16,8 @@ from prefect.cache_policies import NO_CACHE
 
 from gyre_core.config import RunConfig, SelectionConfig
 from gyre_core.errors import ConfigError
-from gyre_core.grading.problems import Problem, load_problems
+from gyre_core.grading.manifest import folders_of, load_problems
+from gyre_core.grading.problems import Problem
 from gyre_core.replay.check import CheckReport, check_step
 from gyre_core.replay.regrade import Regrade, check_workspaces, regrade_rollout, stands_because
 from gyre_core.replay.report import sheet_of
@@ -85,7 +86,7 @@ def prepare_regrade(
     missing = sorted(needed - problems.keys())
     if missing:
         raise ConfigError(f"{folder} lacks {len(missing)} problem(s) of the step ({', '.join(missing[:3])} ...)")
-    hidden = [*hidden_folders(context.config, context.folder), folder]
+    hidden = [*hidden_folders(context.config, context.folder), *folders_of(folder)]
     return Box((problems, Sandbox(context.config.rollout.sandbox, hidden=hidden)))
 
 

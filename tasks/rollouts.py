@@ -19,7 +19,10 @@ def dispatch_rollouts(run: RunContext, step: int, step_label: int) -> Box[list[t
     """The groups of a step: which problems, how many rollouts, with which seeds, at which policy version."""
     config = run.config
     problem_ids = problems_of_step(
-        sorted(run.problems), seed=config.seed, step=step, groups_per_step=config.rollout.groups_per_step
+        [name for name in sorted(run.problems) for _ in range(run.problems[name].repeat)],
+        seed=config.seed,
+        step=step,
+        groups_per_step=config.rollout.groups_per_step,
     )
     groups = plan_groups(
         problem_ids,

@@ -13,6 +13,7 @@ from pathlib import Path
 from gyre_core.config import RunConfig
 from gyre_core.errors import StoreError
 from gyre_core.grading.inputs import check_inputs
+from gyre_core.grading.manifest import folders_of
 from gyre_core.metrics import MetricsWriter
 from gyre_core.proxy.journal import journal_rollout
 from gyre_core.rollout.sandbox import Sandbox
@@ -85,9 +86,9 @@ def hidden_folders(config: RunConfig, folder: RunFolder) -> list[Path]:
     """What no agent may see, should a path that it may see hold it: answers, other rollouts and runs, the weights."""
     runs = folder.path.parent
     hidden = [folder.path, *(path.parent for path in runs.glob("*/run.json")), runs / "prefect"]
-    hidden += [config.model.path, config.data.train]
+    hidden += [config.model.path, *folders_of(config.data.train)]
     if config.data.heldout is not None:
-        hidden.append(config.data.heldout)
+        hidden += folders_of(config.data.heldout)
     if config.store.url is not None and not config.store.url.startswith("s3://"):
         hidden.append(Path(config.store.url.removeprefix("file://")))
     return hidden

@@ -22,6 +22,10 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measurements: each prints a table, or one JSON object with --json.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+problems_app = typer.Typer(
+    help="Problems: check what a run would train on, convert other layouts.", no_args_is_help=True
+)
+app.add_typer(problems_app, name="problems")
 
 ConfigArgument = Annotated[Path, typer.Argument(help="run configuration (TOML)", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
@@ -246,6 +250,45 @@ def bench_proxy_command(
         print_result(result)
     else:
         sys.stdout.write("\n".join(proxy_lines(result)) + "\n")
+
+
+@problems_app.command(name="check")
+def check_problems_command(
+    source: Annotated[Path, typer.Argument(help="folder of problems, or manifest.toml#split", show_default=False)],
+    run_solution: Annotated[
+        bool, typer.Option("--run-solution", help="run solution/solve.sh and the verifier in a sandbox; expect 1")
+    ] = False,
+    sandbox: Annotated[str, typer.Option(help="auto, bubblewrap or namespaces")] = "auto",
+    timeout_s: Annotated[float, typer.Option(help="of a verifier whose task names no limit")] = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """List what is wrong with each problem. Exit code 1 when something is."""
+    from gyre_core.cli.problems import check_problems
+
+    result, text = check_problems(source, run_solution=run_solution, sandbox=sandbox, timeout_s=timeout_s)
+    _print_outcome(result, text, as_json)
+
+
+@problems_app.command(name="convert")
+def convert_problems_command(
+    source: Annotated[Path, typer.Argument(help="a task with task.yaml, or a folder of them", show_default=False)],
+    destination: Annotated[Path, typer.Argument(help="folder that gets one folder a problem", show_default=False)],
+    as_json: JsonOption = False,
+) -> None:
+    """Convert tasks of terminal-bench's first layout. Exit code 1 when one could not be converted."""
+    from gyre_core.cli.problems import convert_problems
+
+    result, text = convert_problems(source, destination)
+    _print_outcome(result, text, as_json)
+
+
+def _print_outcome(result: dict[str, Any], text: str, as_json: bool) -> None:
+    if as_json:
+        print_result(result)
+    else:
+        sys.stdout.write(text + "\n")
+    if not result["ok"]:
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 from gyre_core.config import RunConfig
 from gyre_core.errors import ConfigError
-from gyre_core.grading.problems import Problem, load_problems
+from gyre_core.grading.manifest import load_problems
+from gyre_core.grading.problems import Problem
 
 
 def check_inputs(config: RunConfig) -> tuple[dict[str, Problem], dict[str, Problem]]:

@@ -1,10 +1,10 @@
 """Harbor task directories in, checked Problems out.
 
-A problem is a folder with `task.toml`, `instruction.md`, `tests/test.sh` and optionally `environment/`. Its folder's
-name is its id. What lies in `environment/files/` is the workspace's first content (ours; Harbor builds
-`environment/Dockerfile`, which the local sandbox does not read). Unknown keys of task.toml are kept out of the way,
-not refused. Invariants: an id is one safe path component; nothing that is read or handed to a verifier lies outside
-the problem's folder.
+A problem is a folder with `task.toml`, `instruction.md`, `tests/test.sh` and optionally `environment/` and `solution/`.
+Its folder's name is its id, unless a manifest (manifest.py) gives it another. What lies in `environment/files/` is the
+workspace's first content (ours; Harbor builds `environment/Dockerfile`, which no back end here does). Unknown keys of
+task.toml are kept out of the way, not refused. Invariants: an id is one safe path component; nothing that is read or
+handed to a verifier lies outside the problem's folder.
 """
 
 import os
@@ -37,6 +37,10 @@ class Problem:
     agent_timeout_s: float | None = None  # [agent] timeout_sec
     verifier_env: dict[str, str] = field(default_factory=dict)  # [verifier.env]
     metadata: Json = field(default_factory=dict)  # [metadata], anything
+    solution_dir: Path | None = None  # has solve.sh; never seen by a harness or a verifier
+    solution_env: dict[str, str] = field(default_factory=dict)  # [solution.env]
+    repeat: int = 1  # how often it comes in one pass over the problems
+    notes: tuple[str, ...] = ()  # what the task asks for and Gyre does not do; not an error
 
     @property
     def files_dir(self) -> Path | None:
@@ -57,9 +61,12 @@ def check_component(name: str, what: str) -> str:
     return name
 
 
-def load_problem(folder: Path) -> Problem:
-    """Read and check one task directory. Raises ProblemError that names the file and what is wrong with it."""
-    problem_id = check_component(folder.name or folder.resolve().name, f"{folder}: the problem id")
+def load_problem(folder: Path, *, problem_id: str | None = None, repeat: int = 1) -> Problem:
+    """Read and check one task directory. Raises ProblemError that names the file and what is wrong with it.
+
+    `problem_id` stands for the folder's name.
+    """
+    problem_id = check_component(problem_id or folder.name or folder.resolve().name, f"{folder}: the problem id")
     if not folder.is_dir():
         raise ProblemError(f"{folder} is not a folder")
     root = folder.resolve()
@@ -69,7 +76,7 @@ def load_problem(folder: Path) -> Problem:
             f"{root / 'task.toml'}: tasks of several [[steps]] are not supported; make one problem of each"
         )
     instruction_path = _inside(root, "instruction.md")
-    instruction = _read_text(instruction_path)
+    instruction = _without_canary(_read_text(instruction_path))
     if not instruction.strip() or "\0" in instruction:
         raise ProblemError(f"{instruction_path} must hold text")
     tests_dir = _inside(root, "tests", folder=True)
@@ -80,7 +87,15 @@ def load_problem(folder: Path) -> Problem:
         environment_dir = _inside(root, "environment", folder=True)
         if os.path.lexists(environment_dir / "files"):
             _inside(root, "environment/files", folder=True)
-    verifier, agent = (_table(tree, name, root) for name in ("verifier", "agent"))
+    solution_dir = None
+    if os.path.lexists(root / "solution"):
+        solution_dir = _inside(root, "solution", folder=True)
+        _refuse_links_out(solution_dir)
+        if not os.path.lexists(solution_dir / "solve.sh"):  # an answer for people
+            solution_dir = None
+    verifier, agent, solution, environment = (
+        _table(tree, name, root) for name in ("verifier", "agent", "solution", "environment")
+    )
     return Problem(
         problem_id=problem_id,
         instruction=instruction,
@@ -89,15 +104,20 @@ def load_problem(folder: Path) -> Problem:
         environment_dir=environment_dir,
         verifier_timeout_s=_timeout(verifier, "verifier", root),
         agent_timeout_s=_timeout(agent, "agent", root),
-        verifier_env=_verifier_env(verifier, root),
+        verifier_env=_env(verifier, "verifier", root),
         metadata=_table(tree, "metadata", root),
+        solution_dir=solution_dir,
+        solution_env=_env(solution, "solution", root),
+        repeat=repeat,
+        notes=_notes(environment, verifier, environment_dir),
     )
 
 
-def load_problems(folder: Path) -> tuple[Problem, ...]:
-    """Every task directory of a folder, sorted by id. Raises ProblemError that lists each one that is not usable.
+def scan_problems(folder: Path) -> tuple[list[Problem], list[str]]:
+    """Every task directory of a folder, sorted by id, and why the others are not usable.
 
-    Plain files and folders whose name starts with a dot are no problems and are passed over.
+    Plain files and folders whose name starts with a dot are no problems and are passed over. Raises ProblemError when
+    there is no such folder.
     """
     if not folder.is_dir():
         raise ProblemError(f"there is no folder of problems at {folder}")
@@ -112,11 +132,7 @@ def load_problems(folder: Path) -> tuple[Problem, ...]:
             problems.append(load_problem(path))
         except ProblemError as error:
             reasons.append(str(error))
-    if reasons:
-        raise ProblemError(f"{len(reasons)} problem(s) of {folder} are not usable:\n  " + "\n  ".join(reasons))
-    if not problems:
-        raise ProblemError(f"{folder} holds no problem (a folder with task.toml, instruction.md and tests/test.sh)")
-    return tuple(problems)
+    return problems, reasons
 
 
 def _inside(root: Path, name: str, *, folder: bool = False) -> Path:
@@ -170,16 +186,49 @@ def _timeout(table: Json, name: str, root: Path) -> float | None:
     return float(value)
 
 
-def _verifier_env(verifier: Json, root: Path) -> dict[str, str]:
-    where = f"{root / 'task.toml'}: verifier.env"
-    env = verifier.get("env", {})
+def _env(table: Json, name: str, root: Path) -> dict[str, str]:
+    where = f"{root / 'task.toml'}: {name}.env"
+    env = table.get("env", {})
     if not isinstance(env, dict):
         raise ProblemError(f"{where} must be a table")
-    for name, value in env.items():
-        if not _ENV_NAME.fullmatch(name) or not isinstance(value, str) or "\0" in value:
-            raise ProblemError(f"{where}.{name} must be a string under the name of a variable")
+    for key, value in env.items():
+        if not _ENV_NAME.fullmatch(key) or not isinstance(value, str) or "\0" in value:
+            raise ProblemError(f"{where}.{key} must be a string under the name of a variable")
         if "${" in value:
             raise ProblemError(
-                f"{where}.{name} refers to the host's environment ({value}); a sandbox does not see it: write the value"
+                f"{where}.{key} refers to the host's environment ({value}); a sandbox does not see it: write the value"
             )
     return dict(env)
+
+
+def _without_canary(text: str) -> str:
+    """Leading comment lines that hold a canary are for crawlers of training data, not for agents."""
+    lines = text.splitlines(keepends=True)
+    first = 0
+    while first < len(lines) and lines[first].startswith(("#", "<!--")) and "canary" in lines[first].lower():
+        first += 1
+    return "".join(lines[first:]) if first else text
+
+
+def _notes(environment: Json, verifier: Json, environment_dir: Path | None) -> tuple[str, ...]:
+    notes = []
+    if environment_dir is not None and (environment_dir / "Dockerfile").is_file():
+        lines = (environment_dir / "Dockerfile").read_text(encoding="utf-8", errors="replace").splitlines()
+        words = {line.split(None, 1)[0].upper() for line in lines if line.strip()}
+        if "RUN" in words:
+            notes.append("environment/Dockerfile has RUN steps: they are not run")
+        if words & {"COPY", "ADD"} and not (environment_dir / "files").is_dir():
+            notes.append("environment/Dockerfile copies files: put them into environment/files")
+    if environment_dir is not None and any(environment_dir.glob("docker-compose.y*ml")):
+        notes.append("environment/docker-compose.yaml: services beside the agent's are not started")
+    if environment.get("docker_image"):
+        notes.append(f"environment.docker_image ({environment['docker_image']}) is not used")
+    workdir = environment.get("workdir")
+    if workdir not in (None, "/app"):
+        notes.append(f"environment.workdir is {workdir}, the workspace is /app")
+    if verifier.get("environment_mode") == "separate":
+        notes.append("verifier.environment_mode is separate; tests run in a sandbox of their own on the same workspace")
+    for name in ("mcp_servers", "healthcheck", "gpus"):
+        if environment.get(name):
+            notes.append(f"environment.{name} is not supported and left out")
+    return tuple(notes)

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from gyre_core.errors import ProblemError
-from gyre_core.grading.problems import check_component, load_problem, load_problems
+from gyre_core.grading.manifest import load_problems
+from gyre_core.grading.problems import check_component, load_problem
 from tests.support.problems import TASK_TOML, write_problem
 
 
@@ -108,3 +109,44 @@ def test_problems_of_an_empty_or_missing_folder_are_refused(tmp_path: Path):
         load_problems(tmp_path)
     with pytest.raises(ProblemError, match="no folder of problems"):
         load_problems(tmp_path / "missing")
+
+
+def test_problem_solution_and_its_environment_are_found(tmp_path: Path):
+    toml = TASK_TOML + '[solution.env]\nHOW = "well"\n'
+    folder = write_problem(tmp_path / "p1", task_toml=toml)
+    assert load_problem(folder).solution_dir is None
+    (folder / "solution").mkdir()
+    (folder / "solution" / "answer.md").write_text("Do it.\n")
+    assert load_problem(folder).solution_dir is None, "an answer for people"
+    (folder / "solution" / "solve.sh").write_text("true\n")
+    problem = load_problem(folder)
+    assert problem.solution_dir == folder.resolve() / "solution" and problem.solution_env == {"HOW": "well"}
+    (folder / "solution" / "passwd").symlink_to("/etc/passwd")
+    with pytest.raises(ProblemError, match="symlink out"):
+        load_problem(folder)
+
+
+def test_problem_instruction_leading_canary_lines_are_dropped(tmp_path: Path):
+    text = "<!-- benchmark canary GUID 1 -->\n# CANARY 2\n# Task\nDo it. # canary\n"
+    assert load_problem(write_problem(tmp_path / "p1", instruction=text)).instruction == "# Task\nDo it. # canary\n"
+    with pytest.raises(ProblemError, match="must hold text"):
+        load_problem(write_problem(tmp_path / "p2", instruction="# canary\n"))
+
+
+def test_problem_notes_name_what_is_not_done(tmp_path: Path):
+    toml = """
+        [verifier]
+        environment_mode = "separate"
+        [environment]
+        docker_image = "debian:stable"
+        workdir = "/work"
+        mcp_servers = [{ name = "x" }]
+    """
+    folder = write_problem(tmp_path / "p1", task_toml=toml)
+    (folder / "environment").mkdir()
+    (folder / "environment" / "Dockerfile").write_text("FROM x\nRUN make\nCOPY a /app/\n")
+    (folder / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    notes = "\n".join(load_problem(folder).notes)
+    for word in ("RUN steps", "copies files", "docker-compose", "debian:stable", "/work", "separate", "mcp_servers"):
+        assert word in notes, word
+    assert load_problem(write_problem(tmp_path / "p2", files={"a": ""})).notes == ()
