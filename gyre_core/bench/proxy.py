@@ -12,7 +12,7 @@ import gc
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,13 @@ class _Contender:
     conversations: list[Conversation] = field(default_factory=list)
 
 
-def bench_proxy(cells: Sequence[Cell], *, litellm_environment: Path | None) -> dict[str, Any]:
-    """Measure; without LiteLLM when no environment for it is given. Raises GyreError when a call fails."""
+def bench_proxy(
+    cells: Sequence[Cell], *, litellm_environment: Path | None, report: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Measure; without LiteLLM when no environment for it is given. Raises GyreError when a call fails.
+
+    `report` gets each row of the table as a line when it is there.
+    """
     if litellm_environment is not None:
         install_litellm(litellm_environment)
     started = time.monotonic()
@@ -106,7 +111,13 @@ def bench_proxy(cells: Sequence[Cell], *, litellm_environment: Path | None) -> d
             litellm = stack.enter_context(litellm_server(folder, litellm_environment, engine))
             contenders.append(_Contender(LITELLM_NAME, litellm))
         bench = _Bench(corpus, reply, contenders)
-        rows = [row for cell in cells for row in uvloop.run(bench.measure(cell))]
+        rows: list[dict[str, Any]] = []
+        report(_HEADER)
+        for cell in cells:
+            measured = uvloop.run(bench.measure(cell))
+            rows += measured
+            for row in measured:
+                report(_line(row))
     raise_unless_continued(bench.counters)
     result = headline(rows)
     result["gyre_counters"] = {name: count for name, count in bench.counters.items() if name.startswith("substitution")}
@@ -294,21 +305,25 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
+_HEADER = "sessions  history  stream  proxy     overhead p50   p99 (ms)  direct p50   CPU a call  memory (MB)"
+
+
 def proxy_lines(result: dict[str, Any]) -> Iterator[str]:
     """The result for people."""
-    columns = ("sessions", "history_tokens", "stream", "proxy")
-    numbers = ("overhead_p50_ms", "overhead_p99_ms", "direct_p50_ms", "cpu_ms_a_call", "memory_mb")
-    yield "sessions  history  stream  proxy     overhead p50   p99 (ms)  direct p50   CPU a call  memory (MB)"
-    for row in result["table"]:
-        sessions, history, stream, name = (row[column] for column in columns)
-        p50, p99, direct, cpu, memory = (row[column] for column in numbers)
-        yield (
-            f"{sessions:8d}  {history:7d}  {'yes' if stream else 'no':6s}  {name:8s}  {p50:12.2f}  {p99:9.2f}  "
-            f"{direct:10.2f}  {cpu:10.2f}  {memory:11.0f}"
-        )
+    yield _HEADER
+    yield from map(_line, result["table"])
     for name, value in result.items():
         if name != "table":
             yield f"{name:28s} {value}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    stream = "yes" if row["stream"] else "no"
+    return (
+        f"{row['sessions']:8d}  {row['history_tokens']:7d}  {stream:6s}  {row['proxy']:8s}  "
+        f"{row['overhead_p50_ms']:12.2f}  {row['overhead_p99_ms']:9.2f}  {row['direct_p50_ms']:10.2f}  "
+        f"{row['cpu_ms_a_call']:11.2f}  {row['memory_mb']:11.0f}"
+    )
 
 
 def raise_unless_continued(counters: Mapping[str, int]) -> None:
