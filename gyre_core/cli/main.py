@@ -73,11 +73,11 @@ def evaluate(
 def inspect(
     run: Annotated[str | None, typer.Argument(help="run (default: the newest)")] = None,
     rollout: Annotated[str | None, typer.Argument(help="rollout id, whole or any unique part of it")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="write a self-contained page instead of text")] = None,
     runs_dir: RunsDirOption = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
     """Show a run's steps and rollouts, or one rollout's tree with its trained tokens marked."""
-    html: Annotated[Path | None, typer.Option("--html", help="write a self-contained page instead of text")] = None,
     from gyre_core.cli.inspect import inspect_rollout, inspect_run, write_html
 
     if html is not None:
@@ -245,7 +245,11 @@ def bench_proxy_command(
     """What the proxy adds to a call, beside what LiteLLM's proxy adds: same client, same engine, same rounds."""
     from gyre_core.bench.proxy import FULL, QUICK, bench_proxy, proxy_lines
 
-    result = bench_proxy(QUICK if quick else FULL, litellm_environment=None if without_litellm else litellm_venv)
+    result = bench_proxy(
+        QUICK if quick else FULL,
+        litellm_environment=None if without_litellm else litellm_venv,
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     if as_json:
         print_result(result)
     else:
@@ -289,6 +293,26 @@ def _print_outcome(result: dict[str, Any], text: str, as_json: bool) -> None:
         sys.stdout.write(text + "\n")
     if not result["ok"]:
         raise typer.Exit(1)
+
+
+@bench_app.command("store")
+def bench_store_command(
+    url: Annotated[str | None, typer.Option(help="folder or s3://...; default: a temporary folder")] = None,
+    rollouts: Annotated[int, typer.Option(help="synthetic rollouts in one commit")] = 12,
+    calls: Annotated[int, typer.Option(help="model calls of a rollout")] = 300,
+    tokens: Annotated[int, typer.Option(help="unique tokens of a rollout")] = 500_000,
+    repeats: Annotated[int, typer.Option(help="rounds; the best counts")] = 15,
+    as_json: JsonOption = False,
+) -> None:
+    """Bytes a token, and write and read speed of the store beside plain pyarrow on the same data."""
+    from gyre_core.bench.store import bench_store
+
+    result = bench_store(url, num_rollouts=rollouts, num_calls=calls, num_tokens=tokens, repeats=repeats)
+    if as_json:
+        print_result(result)
+    else:
+        for name, value in result.items():
+            sys.stdout.write(f"{name:26s} {value}\n")
 
 
 def main() -> None:
