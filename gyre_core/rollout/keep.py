@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gyre_core.config.models import GradingConfig
 from gyre_core.errors import StoreError
-from gyre_core.rollout.archive import ArchiveError, WorkspaceArchive, archive_workspace
+from gyre_core.rollout.archive import ArchiveError, archive_workspace
 from gyre_core.store import Store
 from gyre_core.types import Grade, RolloutSpec
 
@@ -52,31 +52,40 @@ class WorkspaceKeeper:
         }
 
     def take(self, spec: RolloutSpec, workspace: Path) -> Callable[[Grade], KeptWorkspace]:
-        """Archive what a rollout left, before a verifier may change it; the returned function decides by its grade."""
+        """Archive what a rollout left, before a verifier may change it; the returned function decides by its grade.
+
+        The archive waits in a file beside the workspace: a verifier may take an hour, and many may run at once.
+        """
         if self._grading.keep_workspaces == "none" or spec.step < 0:
             return lambda _: KeptWorkspace()
         try:
             archive = archive_workspace(workspace, max_bytes=self._grading.keep_workspace_bytes)
-        except ArchiveError as error:
+            waiting = workspace.parent / f"{workspace.name}.tar.zst"
+            waiting.write_bytes(archive.data)
+        except (ArchiveError, OSError) as error:
             dropped = KeptWorkspace(dropped=f"not archived: {error}")
             return lambda grade: dropped if self._wanted(grade) else KeptWorkspace()
-        return lambda grade: self._put(spec, archive) if self._wanted(grade) else KeptWorkspace()
+        return lambda grade: self._put(spec, waiting) if self._wanted(grade) else KeptWorkspace()
 
     def _wanted(self, grade: Grade) -> bool:
         return self._grading.keep_workspaces == "all" or grade.reward is not None
 
-    def _put(self, spec: RolloutSpec, archive: WorkspaceArchive) -> KeptWorkspace:
-        sha256 = hashlib.sha256(archive.data).hexdigest()
+    def _put(self, spec: RolloutSpec, waiting: Path) -> KeptWorkspace:
+        try:
+            archive = waiting.read_bytes()
+        except OSError as error:
+            return KeptWorkspace(dropped=f"not archived: {error}")
+        sha256 = hashlib.sha256(archive).hexdigest()
         quota_bytes = self._grading.keep_quota_bytes
         with self._lock:
             used_bytes = sum(self._bytes_by_sha256.values())
             new = sha256 not in self._bytes_by_sha256  # equal archives are one blob
-            if new and used_bytes + len(archive.data) > quota_bytes:
+            if new and used_bytes + len(archive) > quota_bytes:
                 reason = f"quota: {used_bytes} of {quota_bytes} bytes are used (grading.keep_quota_bytes)"
                 return KeptWorkspace(dropped=reason)
-            self._bytes_by_sha256[sha256] = len(archive.data)
+            self._bytes_by_sha256[sha256] = len(archive)
         try:
-            return KeptWorkspace(ref=self._store.put_blob(archive.data, kind=BLOB_KIND))
+            return KeptWorkspace(ref=self._store.put_blob(archive, kind=BLOB_KIND))
         except StoreError as error:
             with self._lock:
                 if new:
