@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from gyre_core.errors import StoreConflictError, StoreError
-from gyre_core.store.storage import ObjectMissingError, StoredObject, check_key
+from gyre_core.store.storage import Data, ObjectMissingError, StoredObject, check_key
 
 _LEFTOVER_AGE_S = 24 * 3600.0  # a draft this old belongs to no living writer
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -50,7 +50,7 @@ class LocalStorage:
                 "resume the run, or lower store.min_free_bytes"
             )
 
-    def put_new(self, key: str, data: bytes) -> None:
+    def put_new(self, key: str, data: Data) -> None:
         final = self._root / check_key(key)
         self.check_space(len(data))
         draft = self._drafts / f"{os.getpid()}-{uuid.uuid4().hex}"
@@ -148,7 +148,7 @@ class LocalStorage:
         return f"{where}: {error.strerror or error}; nothing was published"
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _write_synced(path: Path, data: Data) -> None:
     with path.open("xb") as file:
         file.write(data)
         file.flush()

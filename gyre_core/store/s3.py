@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from gyre_core.errors import StoreConflictError, StoreError
-from gyre_core.store.storage import ObjectMissingError, StoredObject, check_key
+from gyre_core.store.storage import Data, ObjectMissingError, StoredObject, check_key
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +62,7 @@ class S3Storage:
         import s3fs
         from aiobotocore.session import get_session
 
-        parts = urlsplit(url)
-        options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        unknown = set(options) - {"endpoint", "region"}
-        if unknown or not parts.netloc or "@" in parts.netloc:
-            raise StoreError(
-                f"store url s3://{parts.netloc.rpartition('@')[2]}{parts.path}: use "
-                "s3://bucket/prefix[?endpoint=http://host:port&region=name], credentials come from the environment"
-            )
-        endpoint, region = options.get("endpoint"), options.get("region")
+        root, endpoint, region = _parsed(url)
         session = get_session()
         session.get_component("event_emitter").register_last("before-call.s3", _send_at_once)
         writer = s3fs.S3FileSystem(
@@ -86,38 +78,30 @@ class S3Storage:
             skip_instance_cache=True,
         )
         writer.retries = 1
-        scheme, _, host = (endpoint or "").rpartition("://")
-        reader = pafs.S3FileSystem(
-            endpoint_override=host or None,
-            scheme=scheme or None,
-            region=region,
-            connect_timeout=_CONNECT_TIMEOUT_S,
-            request_timeout=read_timeout_s,
-            retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=1),
-        )
-        root = f"{parts.netloc}{parts.path}"
+        reader = pyarrow_filesystem(url, read_timeout_s=read_timeout_s)
         return cls(root, writer=writer, reader=reader, read_timeout_s=read_timeout_s, sleep=sleep)
 
     @property
     def url(self) -> str:
         return f"s3://{self._root}"
 
-    def put_new(self, key: str, data: bytes) -> None:
+    def put_new(self, key: str, data: Data) -> None:
         path = self._path(key)
         if len(data) > _SINGLE_PUT_BYTES:
             raise StoreError(
                 f"{key} has {len(data)} bytes, more than one PUT holds; put the rollouts as several tables"
             )
 
+        body = bytes(data)  # botocore takes no memoryview
         timeout_s = self._silence_s + len(data) / _SLOWEST_BYTES_S
 
         def put(attempt: int) -> None:
             try:
-                self._writer.pipe_file(path, data, mode="create", chunksize=_SINGLE_PUT_BYTES, timeout=timeout_s)
+                self._writer.pipe_file(path, body, mode="create", chunksize=_SINGLE_PUT_BYTES, timeout=timeout_s)
             except OSError as error:
                 if not _is_conflict(error):
                     raise
-                if attempt == 0 or self.get(key) != data:
+                if attempt == 0 or self.get(key) != body:
                     raise StoreConflictError(f"{key} exists already in {self.url}") from error
 
         self._retried(f"cannot write {key} ({len(data)} bytes)", put)
@@ -188,6 +172,33 @@ class S3Storage:
                 logger.warning("%s in %s (attempt %d of %d): %s", what, self.url, attempt + 1, _ATTEMPTS, reason)
                 self._sleep(_FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("unreachable")
+
+
+def pyarrow_filesystem(url: str, *, read_timeout_s: float = _READ_TIMEOUT_S) -> pafs.S3FileSystem:
+    """pyarrow's own file system for a store URL's endpoint; without retries."""
+    _, endpoint, region = _parsed(url)
+    scheme, _, host = (endpoint or "").rpartition("://")
+    return pafs.S3FileSystem(
+        endpoint_override=host or None,
+        scheme=scheme or None,
+        region=region,
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        request_timeout=read_timeout_s,
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=1),
+    )
+
+
+def _parsed(url: str) -> tuple[str, str | None, str | None]:
+    """bucket/prefix, endpoint and region of a store URL; StoreError, without showing credentials, for other URLs."""
+    parts = urlsplit(url)
+    options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    unknown = set(options) - {"endpoint", "region"}
+    if unknown or not parts.netloc or "@" in parts.netloc:
+        raise StoreError(
+            f"store url s3://{parts.netloc.rpartition('@')[2]}{parts.path}: use "
+            "s3://bucket/prefix[?endpoint=http://host:port&region=name], credentials come from the environment"
+        )
+    return f"{parts.netloc}{parts.path}", options.get("endpoint"), options.get("region")
 
 
 class _RetriedReads(io.RawIOBase):

@@ -17,6 +17,9 @@ from gyre_core.errors import StoreConflictError, StoreError
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*(/[A-Za-z0-9][A-Za-z0-9._=+-]*)*")
 
 
+Data = bytes | memoryview  # an object to be written
+
+
 class ObjectMissingError(StoreError):
     """No object has this key."""
 
@@ -41,7 +44,7 @@ class Storage(Protocol):
         """Where it is, for messages; holds no credentials."""
         ...
 
-    def put_new(self, key: str, data: bytes) -> None:
+    def put_new(self, key: str, data: Data) -> None:
         """Create an object whole; StoreConflictError when the key exists, StoreError when it cannot be written."""
         ...
 

@@ -17,6 +17,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -39,10 +40,10 @@ from gyre_core.store.manifest import (
     plain_json,
 )
 from gyre_core.store.objects import ObjectReader
-from gyre_core.store.parquet import to_parquet
+from gyre_core.store.parquet import split_table, to_parquet
 from gyre_core.store.records import StepRecord, step_records, steps_table
 from gyre_core.store.schema import VERSIONS
-from gyre_core.store.storage import ObjectMissingError, Storage, check_exclusive, list_keys, open_storage
+from gyre_core.store.storage import Data, ObjectMissingError, Storage, check_exclusive, list_keys, open_storage
 from gyre_core.trajectory.tree import Trajectory
 from gyre_core.types import TrainingBranch
 
@@ -52,6 +53,7 @@ _MARKER = b'{"format": "gyre-store", "version": 1}\n'
 _KIND = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _TOKEN = re.compile(r"[!-~]{1,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_THREADS = 4  # objects of a commit that are written or read at a time
 _UNNAMED_KIND = "blob"  # of a blob that another process put and this one commits
 
 
@@ -227,11 +229,10 @@ class Store:
         rollout_ids = tuple(table.column("rollout_id").to_pylist()) if name == "rollouts" else ()
         return self.put_parquet(name, to_parquet(name, table), num_rows=table.num_rows, rollout_ids=rollout_ids)
 
-    def put_parquet(self, name: str, data: bytes, *, num_rows: int, rollout_ids: tuple[str, ...] = ()) -> ObjectRef:
+    def put_parquet(self, name: str, data: Data, *, num_rows: int, rollout_ids: tuple[str, ...] = ()) -> ObjectRef:
         """Write an object that is serialised already (parquet.py); see `put_table`."""
         sha256 = hashlib.sha256(data).hexdigest()
-        with self._lock:
-            key = self._ledger.free_key(f"data/{name}/{sha256}", ".parquet")
+        key = self._ledger.free_key(f"data/{name}/{sha256}", ".parquet")
         self._put_content(key, data)
         return ObjectRef(
             key=key,
@@ -291,8 +292,11 @@ class Store:
 
     def read_table(self, commit: Commit, name: str) -> pa.Table:
         """A commit's table, checksums verified; StoreError naming the object that is missing, damaged or foreign."""
-        parts = [self._reader.table(name, ref) for ref in self._refs(commit, name)]
-        return pa.concat_tables(parts).combine_chunks()
+        refs = self._refs(commit, name)
+        if len(refs) == 1:
+            return self._reader.table(name, refs[0])
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="store") as pool:
+            return pa.concat_tables(pool.map(lambda ref: self._reader.table(name, ref), refs))
 
     def read_row_groups(self, name: str, ref: ObjectRef) -> list[pa.Table]:
         """A live object's row groups (`ledger.live_objects`), each as a table; its checksum is verified."""
@@ -339,7 +343,7 @@ class Store:
             raise StoreError(f"commit {commit.seq} should hold one step record, it holds {len(records)}")
         return records[0]
 
-    def _put_content(self, key: str, data: bytes) -> None:
+    def _put_content(self, key: str, data: Data) -> None:
         """Create an object named by its content; one that is there already must hold the same bytes."""
         try:
             self.storage.put_new(key, data)
@@ -371,10 +375,18 @@ class Store:
         self, tables: Mapping[str, pa.Table] | Mapping[str, pa.Table | Sequence[ObjectRef]]
     ) -> dict[str, tuple[ObjectRef, ...]]:
         """Objects of a commit that no garbage collection known so far has given up."""
-        refs = {
-            name: (self.put_table(name, value),) if isinstance(value, pa.Table) else tuple(value)
+        shards = [
+            (name, shard)
             for name, value in tables.items()
-        }
+            if isinstance(value, pa.Table)
+            for shard in split_table(name, value)
+        ]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="store") as pool:
+            put = list(pool.map(lambda item: self.put_table(*item), shards))
+        refs: dict[str, tuple[ObjectRef, ...]] = {}
+        for name, value in tables.items():
+            own = [ref for (of, _), ref in zip(shards, put, strict=True) if of == name]
+            refs[name] = tuple(own if isinstance(value, pa.Table) else value)
         for key in _keys(refs):
             if key in self._ledger.given_up:
                 raise StoreConflictError(_given_up(key))
