@@ -24,7 +24,7 @@ import uvloop
 
 from gyre_core.bench.proxy_client import Conversation
 from gyre_core.bench.proxy_engine import FixedReply
-from gyre_core.bench.proxy_history import Corpus, History
+from gyre_core.bench.proxy_history import Corpus
 from gyre_core.bench.proxy_servers import (
     LITELLM,
     Server,
@@ -35,6 +35,7 @@ from gyre_core.bench.proxy_servers import (
     litellm_server,
 )
 from gyre_core.errors import GyreError
+from gyre_core.trajectory.arrow import trajectory_from_ipc
 
 DIRECT, GYRE, LITELLM_NAME = "direct", "gyre", "litellm"
 _TURNS_A_CONVERSATION = 10  # measured calls before a lone conversation is replaced, so that its length stays near
@@ -59,13 +60,13 @@ _BOTH = (False, True)
 QUICK = (
     Cell(sessions=1, history=_SHORT, rounds=40, streams=_BOTH),
     Cell(sessions=1, history=_MIDDLE, rounds=40, streams=_BOTH),
-    Cell(sessions=1, history=_LONG, rounds=20, streams=_BOTH),
+    Cell(sessions=1, history=_LONG, rounds=40, streams=_BOTH),
     Cell(sessions=64, history=_SHORT, rounds=3),
     Cell(sessions=64, history=_MIDDLE, rounds=2),
     Cell(sessions=512, history=_SHORT, rounds=1),
 )
 FULL = (
-    *(Cell(sessions=1, history=history, rounds=100, streams=_BOTH) for history in (_SHORT, _MIDDLE, _LONG)),
+    *(Cell(sessions=1, history=history, rounds=60, streams=_BOTH) for history in (_SHORT, _MIDDLE, _LONG)),
     *(Cell(sessions=64, history=history, rounds=3, streams=_BOTH) for history in (_SHORT, _MIDDLE)),
     Cell(sessions=64, history=_LONG, rounds=2),
     *(Cell(sessions=512, history=history, rounds=1) for history in (_SHORT, _MIDDLE, _LONG)),
@@ -81,11 +82,10 @@ class _Samples:
     num_events: int = 1
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Contender:
     name: str
     server: Server
-    conversations: list[Conversation] = field(default_factory=list)
 
 
 def bench_proxy(
@@ -110,20 +110,34 @@ def bench_proxy(
         if litellm_environment is not None:
             litellm = stack.enter_context(litellm_server(folder, litellm_environment, engine))
             contenders.append(_Contender(LITELLM_NAME, litellm))
-        bench = _Bench(corpus, reply, contenders)
         rows: list[dict[str, Any]] = []
+        counters: Counter[str] = Counter()
         report(_HEADER)
-        for cell in cells:
-            measured = uvloop.run(bench.measure(cell))
-            rows += measured
-            for row in measured:
-                report(_line(row))
-    raise_unless_continued(bench.counters)
+        for group in _groups(cells):
+            measurements = [_Measurement(cell, corpus, reply, contenders) for cell in group]
+            uvloop.run(_measure(measurements, group[0].rounds))
+            for measurement in measurements:
+                counters.update(measurement.counters)
+                rows += measurement.rows()
+                for row in measurement.rows():
+                    report(_line(row))
+    raise_unless_continued(counters)
     result = headline(rows)
-    result["gyre_counters"] = {name: count for name, count in bench.counters.items() if name.startswith("substitution")}
+    result["gyre_counters"] = {name: count for name, count in counters.items() if name.startswith("substitution")}
     result["litellm"] = LITELLM if litellm_environment is not None else None
     result["wall_s"] = round(time.monotonic() - started, 1)
     return {**result, "table": rows}
+
+
+def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells of one session and equal rounds together, the others alone."""
+    groups: list[list[Cell]] = []
+    for cell in cells:
+        if groups and cell.sessions == groups[-1][0].sessions == 1 and cell.rounds == groups[-1][0].rounds:
+            groups[-1].append(cell)
+        else:
+            groups.append([cell])
+    return groups
 
 
 def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -150,101 +164,113 @@ def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-class _Bench:
-    """Measures cells, one after another."""
+class _Measurement:
+    """One cell: its conversations with each contender, and what they took."""
 
-    def __init__(self, corpus: Corpus, reply: FixedReply, contenders: list[_Contender]) -> None:
+    def __init__(self, cell: Cell, corpus: Corpus, reply: FixedReply, contenders: Sequence[_Contender]) -> None:
+        self.counters: Counter[str] = Counter()  # of Gyre's sessions that are closed
+        self._cell = cell
         self._corpus = corpus
         self._reply = reply
         self._contenders = contenders
-        self._num_opened = 0
-        self.counters: Counter[str] = Counter()  # of Gyre's sessions that are closed
+        self._history = corpus.history(cell.history)
+        self._talks: dict[str, list[Conversation]] = {}  # by contender
+        self._samples: dict[tuple[str, bool], _Samples] = defaultdict(_Samples)
+        self._parse_s: list[float] = []
+        self._memory_mb: dict[str, float] = {}
 
-    async def measure(self, cell: Cell) -> list[dict[str, Any]]:
-        """The rows of a cell: each proxy, not streamed and streamed."""
-        history = self._corpus.history(cell.history)
-        samples: dict[tuple[str, bool], _Samples] = defaultdict(_Samples)
-        ended: dict[str, float] = {}
-        parse_s: list[float] = []
-        try:
-            for number in range(cell.rounds):
-                if number == 0 or (cell.sessions == 1 and number % (_TURNS_A_CONVERSATION // 2) == 0):
-                    await self._open(cell, history)
-                shift = number % len(self._contenders)
-                for contender in self._contenders[shift:] + self._contenders[:shift]:
-                    for stream in cell.streams:
-                        await self._round(contender, samples[contender.name, stream], stream=stream)
-                parse_s.append(_parse_s(self._contenders[0].conversations[0].body(stream=False)))
-            for contender in self._contenders:
-                ended[contender.name] = contender.server.memory_mb()
-        finally:
-            await self._close()
+    async def step(self, number: int) -> None:
+        """One round: every conversation of each contender calls, in each way."""
+        if number == 0 or (self._cell.sessions == 1 and number % (_TURNS_A_CONVERSATION // 2) == 0):
+            await self._open()
+        shift = number % len(self._contenders)
+        for contender in (*self._contenders[shift:], *self._contenders[:shift]):
+            for stream in self._cell.streams:
+                await self._call(contender, stream=stream)
+        self._parse_s.append(_parse_s(self._talks[DIRECT][0].body(stream=False)))
+        self._memory_mb = {contender.name: contender.server.memory_mb() for contender in self._contenders}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table's rows: each proxy, not streamed and streamed."""
         rows = []
         for contender in self._contenders[1:]:
-            for stream in cell.streams:
-                row = _row(cell, contender.name, samples, stream=stream)
-                row["body_parse_ms"] = _ms(float(np.median(parse_s)))
-                row["memory_mb"] = round(ended[contender.name], 1)
+            for stream in self._cell.streams:
+                row = _row(self._cell, contender.name, self._samples, stream=stream)
+                row["body_parse_ms"] = _ms(float(np.median(self._parse_s)))
+                row["memory_mb"] = round(self._memory_mb[contender.name], 1)
                 rows.append(row)
         return rows
 
-    async def _round(self, contender: _Contender, samples: _Samples, *, stream: bool) -> None:
+    async def close(self) -> None:
+        """End all conversations, and Gyre's sessions with them."""
+        for contender in self._contenders:
+            talks = self._talks.pop(contender.name, [])
+            for talk in talks:
+                talk.close()
+            if contender.name == GYRE and talks:
+                async with _admin_client(contender.server) as client:
+                    for talk in talks:
+                        session_id = talk.key.split("-")[1]
+                        sealed = await client.post(f"/admin/sessions/{session_id}/seal")
+                        sealed.raise_for_status()
+                        self.counters.update(trajectory_from_ipc(sealed.content).counters)
+                        (await client.delete(f"/admin/sessions/{session_id}")).raise_for_status()
+
+    async def _call(self, contender: _Contender, *, stream: bool) -> None:
         """One call of every conversation of a contender, all at once."""
-        await asyncio.gather(*(talk.connect() for talk in contender.conversations))
+        talks, samples = self._talks[contender.name], self._samples[contender.name, stream]
+        await asyncio.gather(*(talk.connect() for talk in talks))
         gc.collect()
         gc.disable()  # a collection in the middle of a call would be measured
         try:
             cpu_s = contender.server.cpu_s()
-            answers = await asyncio.gather(*(talk.call(stream=stream) for talk in contender.conversations))
+            answers = await asyncio.gather(*(talk.call(stream=stream) for talk in talks))
             samples.cpu_s += contender.server.cpu_s() - cpu_s
         finally:
             gc.enable()
         samples.rounds.append([answer.seconds for answer in answers])
         samples.num_events = answers[0].num_events
 
-    async def _open(self, cell: Cell, history: History) -> None:
+    async def _open(self) -> None:
         """New conversations, the same for all contenders; each has been answered once."""
-        await self._close()
+        await self.close()
         for contender in self._contenders:
             server = contender.server
-            keys = [server.secret or "none"] * cell.sessions
+            keys = [server.secret or "none"] * self._cell.sessions
             if contender.name == GYRE:
-                keys = await self._create_sessions(server, cell.sessions)
-            contender.conversations = [
-                Conversation(server.port, key, history, self._corpus, self._reply) for key in keys
-            ]
+                keys = await _create_sessions(server, self._cell.sessions)
+            talks = [Conversation(server.port, key, self._history, self._corpus, self._reply) for key in keys]
+            self._talks[contender.name] = talks
             if contender.name == GYRE:
                 gate = asyncio.Semaphore(_OPENING_AT_ONCE)
-                await asyncio.gather(*(_first_call(talk, gate) for talk in contender.conversations))
+                await asyncio.gather(*(_first_call(talk, gate) for talk in talks))
             else:  # keeps nothing of a conversation: its first call needs not be made
-                for talk in contender.conversations:
+                for talk in talks:
                     talk.skip_call()
-            await _first_call(contender.conversations[0], asyncio.Semaphore())  # nothing is cold
+            await _first_call(talks[0], asyncio.Semaphore())  # nothing is cold
 
-    async def _create_sessions(self, server: Server, count: int) -> list[str]:
-        """New sessions of Gyre's proxy: their keys."""
-        keys = []
-        async with _admin_client(server) as client:
-            for _ in range(count):
-                self._num_opened += 1
-                body = {"rollout_id": f"bench-{self._num_opened}", "sampling": {"temperature": 1.0}}
-                response = await client.post("/admin/sessions", json=body)
-                response.raise_for_status()
-                keys.append(response.json()["api_key"])
-        return keys
 
-    async def _close(self) -> None:
-        """End all conversations, and Gyre's sessions with them."""
-        for contender in self._contenders:
-            for talk in contender.conversations:
-                talk.close()
-            if contender.name == GYRE and contender.conversations:
-                async with _admin_client(contender.server) as client:
-                    self.counters.update((await client.get("/admin/status")).json()["counters"])
-                    for talk in contender.conversations:
-                        session_id = talk.key.split("-")[1]
-                        (await client.delete(f"/admin/sessions/{session_id}")).raise_for_status()
-            contender.conversations = []
+async def _measure(group: Sequence[_Measurement], num_rounds: int) -> None:
+    """Rounds of several cells, one after another: cells that are compared meet the same noise."""
+    try:
+        for number in range(num_rounds):
+            for measurement in group:
+                await measurement.step(number)
+    finally:
+        for measurement in group:
+            await measurement.close()
+
+
+async def _create_sessions(server: Server, count: int) -> list[str]:
+    """New sessions of Gyre's proxy: their keys."""
+    keys = []
+    async with _admin_client(server) as client:
+        for number in range(count):
+            body = {"rollout_id": f"bench-{number}", "sampling": {"temperature": 1.0}}
+            response = await client.post("/admin/sessions", json=body)
+            response.raise_for_status()
+            keys.append(response.json()["api_key"])
+    return keys
 
 
 async def _first_call(talk: Conversation, gate: asyncio.Semaphore) -> None:
