@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gyre_core.cli.store import store_app
 from gyre_core.errors import GyreError
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measurements: each prints a table, or one JSON object with --json.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(store_app, name="store")
 problems_app = typer.Typer(
     help="Problems: check what a run would train on, convert other layouts.", no_args_is_help=True
 )

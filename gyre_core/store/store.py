@@ -42,7 +42,7 @@ from gyre_core.store.manifest import (
 from gyre_core.store.objects import ObjectReader
 from gyre_core.store.parquet import split_table, to_parquet
 from gyre_core.store.records import StepRecord, step_records, steps_table
-from gyre_core.store.schema import VERSIONS
+from gyre_core.store.schema import VERSIONS, schema_of
 from gyre_core.store.storage import Data, ObjectMissingError, Storage, check_exclusive, list_keys, open_storage
 from gyre_core.trajectory.tree import Trajectory
 from gyre_core.types import TrainingBranch
@@ -290,6 +290,12 @@ class Store:
                 raise StoreError(f"{self.storage.url} holds no rollout {rollout_id!r}")
             return self._ledger.by_rollout[rollout_id]
 
+    def files(self, name: str) -> list[str]:
+        """Where the objects lie that hold a table's committed rows now: paths, or s3:// places, for other programs."""
+        schema_of(name, VERSIONS.get(name, 0))
+        self.refresh()
+        return [f"{self.storage.url}/{ref.key}" for of, ref in self._ledger.live_objects().values() if of == name]
+
     def read_table(self, commit: Commit, name: str) -> pa.Table:
         """A commit's table, checksums verified; StoreError naming the object that is missing, damaged or foreign."""
         refs = self._refs(commit, name)
@@ -301,6 +307,10 @@ class Store:
     def read_row_groups(self, name: str, ref: ObjectRef) -> list[pa.Table]:
         """A live object's row groups (`ledger.live_objects`), each as a table; its checksum is verified."""
         return self._reader.row_groups(name, ref)
+
+    def read_object(self, name: str, ref: ObjectRef) -> pa.Table:
+        """One committed object's rows, wherever they lie now; see `read_table`."""
+        return self._reader.table(name, ref)
 
     def check_object(self, ref: ObjectRef) -> None:
         """StoreError unless an object's bytes are those that its manifest names."""
