@@ -1,11 +1,12 @@
 """Prefect artifacts and events of a run: what the UI shows without opening anything else.
 
 Keys are stable within a run, so the UI keeps a history of each: `<run>-progress`, `<run>-reward`, `<run>-outcomes`,
-`<run>-steps`, `<run>-cells`.
+`<run>-steps`, `<run>-cells`, `<run>-rollouts`.
 """
 
 import base64
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -72,6 +73,17 @@ class RunReporter:
             link, link_text=url, key=f"{self._key}-store", description="stored trajectories (gyre inspect reads them)"
         )
 
+    def rollout_pages(self, rows: Sequence[Mapping[str, str]], *, folder: Path) -> None:
+        """Where the pages of a few rollouts of the newest step are, and the command that makes any other one."""
+        names = list(rows[0])
+        lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+        lines += [f"| {' | '.join(_cell(row[name]) for name in names)} |" for row in rows]
+        command = f"gyre inspect {self._run_id} ROLLOUT --html FILE --runs-dir {folder.parent.parent}"
+        markdown = "\n".join([*lines, "", f"Open a page in a browser. Any other rollout: `{command}`"])
+        create_markdown_artifact(
+            markdown, key=f"{self._key}-rollouts", description=f"rollouts to look at, pages under {folder}"
+        )
+
     def role_change(self, cell_id: str, to: str, reason: str, *, epoch: int) -> None:
         """An event for each move, with its reason."""
         emit_event(
@@ -83,3 +95,9 @@ class RunReporter:
     def _image(self, name: str, png: bytes, description: str) -> None:
         url = "data:image/png;base64," + base64.b64encode(png).decode()
         create_markdown_artifact(f"![{description}]({url})", key=f"{self._key}-{name}", description=description)
+
+
+def _cell(text: str) -> str:
+    """Text as a cell of a Markdown table: code where it holds a path, nothing that ends the cell."""
+    shown = text.replace("|", "\\|").replace("\n", " ")
+    return f"`{shown}`" if "/" in shown else shown

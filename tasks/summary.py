@@ -11,6 +11,7 @@ from typing import Any
 from gyre_core.store import StepRecord
 from gyre_core.types import Outcome
 from tasks.context import RunContext
+from tasks.pages import show_rollouts
 from tasks.trajectories import CompleteGroup
 
 
@@ -102,6 +103,7 @@ def report_step(run: RunContext, record: StepRecord) -> None:
         run, f"step {record.step + 1}", record.outcomes, [], {**record.rollouts_dropped, **record.groups_dropped}
     )
     report_totals(run)
+    show_rollouts(run, record)
 
 
 def report_totals(run: RunContext) -> None:

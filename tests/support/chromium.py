@@ -39,7 +39,8 @@ class Page:
         self._connection = connection
         self._next_id = 0
         self.problems: list[str] = []  # uncaught errors, console errors, refused loads and scripts
-        self.requests: list[str] = []  # addresses the page asked for
+        self.requests: dict[str, str] = {}  # addresses the page loaded from, but for those its policy stopped
+        self.stopped: list[str] = []  # addresses that its policy stopped
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -112,7 +113,9 @@ class Page:
                 json.dumps({"id": 0, "method": "Page.handleJavaScriptDialog", "params": {"accept": True}})
             )
         elif method == "Network.requestWillBeSent":
-            self.requests.append(values["request"]["url"])
+            self.requests[values["requestId"]] = values["request"]["url"]
+        elif method == "Network.loadingFailed" and values.get("blockedReason") == "csp":
+            self.stopped.append(self.requests.pop(values["requestId"]))
 
 
 @contextlib.contextmanager

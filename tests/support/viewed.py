@@ -1,4 +1,4 @@
-"""A rollout that looks like a coding agent's, of any length, for the pages: conversations, compactions, sub-agents, forks."""
+"""A rollout that looks like a coding agent's, of any length: conversations, compactions, sub-agents, forks."""
 
 import re
 from dataclasses import dataclass, field
@@ -27,7 +27,21 @@ from gyre_core.viewer.vocabulary import Vocabulary
 
 _SPECIAL = re.compile(r"(<\|[a-z_]+\|>)")
 _PIECE = re.compile(r"<\|[a-z_]+\|>| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s+")
-_NAMES = "parse load store index tree queue batch cache token branch merge split write read check".split()
+_NAMES = [
+    "parse",
+    "load",
+    "store",
+    "index",
+    "tree",
+    "queue",
+    "batch",
+    "cache",
+    "token",
+    "branch",
+    "merge",
+    "split",
+    "check",
+]
 _FILES = [f"src/{first}_{second}.py" for first in _NAMES for second in _NAMES]
 
 
@@ -109,22 +123,24 @@ class _Writer:
         return node
 
     def listing(self, num_lines: int) -> str:
-        pick = lambda values: values[int(self.rng.integers(len(values)))]  # noqa: E731
+        def pick(values: list[str]) -> str:
+            return values[int(self.rng.integers(len(values)))]
+
         lines = []
         for number in range(1, num_lines + 1):
             one, two, three = pick(_NAMES), pick(_NAMES), int(self.rng.integers(10_000))
-            lines.append(f"{number:5d}  {one}_{two}{three} = {pick(_NAMES)}({two}, limit={three}, name='{one}{three}')")
+            lines.append(f"{number:5d}  {one}_{two}{three} = {pick(_NAMES)}({two}, limit={three}, name='{one}')")
         return "\n".join(lines)
 
     def turn(self, at: LiveNode, role: Role, size: int, **fields: Any) -> LiveNode:
         """One more call: a tool's result and what the policy makes of it."""
         path = _FILES[int(self.rng.integers(len(_FILES)))]
-        result = f"<|im_start|>user\n<|tool_result|>\n{path}\n{self.listing(max(2, size // 34))}<|im_end|>\n"
+        result = f"<|im_start|>user\n<|tool_result|>\n{path}\n{self.listing(max(2, size // 31))}<|im_end|>\n"
         at = self.prompt(at, result + "<|im_start|>assistant\n", role)
         name = path.rpartition("/")[2]
         reply = (
             f"The failing case goes through {name}: the limit is read before it is set.\n"
-            f"I change the order and run the tests again.\n```python\n{self.listing(max(1, size // 110))}\n```\n"
+            f"I change the order and run the tests again.\n```python\n{self.listing(max(1, size // 100))}\n```\n"
             f"<|tool_call|>bash: python -m pytest tests/test_{name} -q<|im_end|>"
         )
         return self.sample(at, reply, role, **fields)
@@ -136,7 +152,9 @@ def viewed_rollout(*, num_calls: int = 24, num_tokens: int = 12_000, max_branche
     size = num_tokens // num_calls
     system = "<|im_start|>system\nYou are a coding agent. Work in /app, change as little as needed, run the tests.\n"
     system += writer.listing(max(4, size // 40)) + "<|im_end|>\n"
-    task = "<|im_start|>user\nparse_config drops the last section when the file has no final newline. Fix it.<|im_end|>\n"
+    task = (
+        "<|im_start|>user\nparse_config drops the last section of a file without a final newline. Fix it.<|im_end|>\n"
+    )
     base = writer.prompt(writer.tree.root, system, Role.MAIN)
     at = writer.prompt(base, task + "<|im_start|>assistant\n", Role.MAIN)
     at = writer.sample(at, "I look at the parser first.\n<|tool_call|>bash: ls src<|im_end|>", Role.MAIN)
@@ -177,7 +195,9 @@ def _sub_agents(writer: _Writer, size: int) -> None:
     base = writer.prompt(writer.tree.root, text, Role.SUB_AGENT)
     start_s = writer.now_s
     for number in range(2):
-        question = f"<|im_start|>user\nWho calls load_index{number}{len(writer.calls)}?<|im_end|>\n<|im_start|>assistant\n"
+        question = (
+            f"<|im_start|>user\nWho calls load_index{number}{len(writer.calls)}?<|im_end|>\n<|im_start|>assistant\n"
+        )
         at = writer.prompt(base, question, Role.SUB_AGENT)
         answer = "I search for it.\n<|tool_call|>bash: grep -rn load_index src<|im_end|>"
         at = writer.sample(at, answer, Role.SUB_AGENT, start_s=start_s + 0.2 * number)

@@ -70,10 +70,14 @@ function themeButton() {
   } }, "◐");
 }
 
-// Outcome and reward as one chip; the sign stands beside the colour.
+// A reward's class and the sign that stands beside its colour.
+function rewardKind(reward) {
+  if (reward === null || reward === undefined) return ["none", "○"];
+  return reward >= 1 ? ["full", "●"] : reward > 0 ? ["part", "◐"] : ["zero", "✕"];
+}
+
 function outcomeChip(outcome, reward) {
-  const kind = reward === null || reward === undefined ? "none" : reward >= 1 ? "full" : reward > 0 ? "part" : "zero";
-  const sign = { none: "○", full: "●", part: "◐", zero: "✕" }[kind];
+  const [kind, sign] = rewardKind(reward);
   return h("span", { class: "chip reward " + kind }, sign + " reward " + rewardText(reward), h("span", { class: "soft" }, " " + outcome));
 }
 

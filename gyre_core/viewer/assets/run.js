@@ -68,7 +68,7 @@ class RunPage {
 
   row(one, kind) {
     const id = one.page ? h("a", { href: one.page.split("/").map(encodeURIComponent).join("/") }, visible(one.id)) : visible(one.id);
-    return h("tr", { class: kind }, h("td", {}, id), h("td", { class: "left" }, one.outcome), h("td", {}, rewardText(one.reward)),
+    return h("tr", { class: kind }, h("td", {}, id), h("td", { class: "left" }, one.outcome), h("td", { class: rewardKind(one.reward)[0] }, `${rewardKind(one.reward)[1]} ${rewardText(one.reward)}`),
       [one.calls, one.tokens, one.sampled, one.branches].map((number) => h("td", {}, count(number))), h("td", {}, one.seconds.toFixed(1)), h("td", { class: "wide" }, visible(one.reason)));
   }
 }
