@@ -114,7 +114,9 @@ class CellHost:
             trainer = self._built_trainer()
             started = time.monotonic()
             train = self.settings.train
-            packed = pack_branches(branches, train.micro_step_tokens, unit=train.unit, skip_zero_advantage=True)
+            packed = pack_branches(
+                branches, train.micro_step_tokens, unit=train.unit, skip_zero_advantage=not train.zero_advantage_trains
+            )
             stats = combine_stats([asdict(trainer.micro_step(part)) for part in packed])
             keys = [[(key.rollout_id, key.branch) for key in part.branches] for part in packed]
             return {"keys": keys, "stats": stats, "seconds": time.monotonic() - started}

@@ -114,6 +114,16 @@ class SelectionConfig(Section):
         return self
 
 
+# Each loss's published range; gyre_core/train/loss.py names the sources. Plain policy gradient has no ratio to clip.
+CLIP_RANGES: dict[str, tuple[float, float]] = {
+    "gspo": (3e-4, 4e-4),
+    "gspo_token": (3e-4, 4e-4),
+    "grpo": (0.2, 0.2),
+    "cispo": (1.0, 4.0),
+    "policy_gradient": (0.0, 0.0),
+}
+
+
 class TrainConfig(Section):
     """Loss and optimizer."""
 
@@ -124,15 +134,42 @@ class TrainConfig(Section):
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    loss: Literal["gspo", "gspo_token"] = "gspo"
-    unit: Literal["branch", "rollout"] = "branch"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4  # GSPO's published range
-    clip_high: Annotated[float, Field(gt=0)] = 4e-4
-    reference: Literal["sampler", "burst_start"] = "sampler"
+    loss: Literal["gspo", "gspo_token", "grpo", "cispo", "policy_gradient"] = "gspo"
+    unit: Literal["branch", "rollout"] = "branch"  # whose targets share one GSPO ratio
+    # The ratio's range is [1 - clip_low, 1 + clip_high]. None: the loss's own, see CLIP_RANGES.
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    clip_high: Annotated[float, Field(gt=0, le=100)] | None = None
+    reference: Literal["sampler", "burst_start"] = "sampler"  # what the ratio, and the KL term, compare with
+    kl_coefficient: Annotated[float, Field(ge=0, le=10)] = 0.0  # of the k3 divergence from the reference; 0: no term
     micro_step_tokens: Positive = 16384  # packed tokens of one micro-step
     recompute: bool = False  # recompute activations in the backward pass
     keep_checkpoints: Positive = 2  # every committed step has one; older ones are removed
     threads: Annotated[int, Field(ge=0)] = 0  # CPU threads of the trainer, 0 = all cores
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainConfig":
+        if self.loss == "policy_gradient" and not (self.clip_low is None and self.clip_high is None):
+            raise ValueError(
+                'train.loss = "policy_gradient" has no ratio to clip: remove train.clip_low and train.clip_high, or '
+                'use "grpo"'
+            )
+        if self.unit == "rollout" and not self.loss.startswith("gspo"):
+            raise ValueError(
+                f'train.unit = "rollout" says whose tokens share a GSPO ratio, but train.loss = "{self.loss}" has a '
+                "ratio for each token: remove train.unit"
+            )
+        return self
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(clip_low, clip_high), the loss's own where they are not set."""
+        low, high = CLIP_RANGES[self.loss]
+        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+    @property
+    def zero_advantage_trains(self) -> bool:
+        """Whether a rollout with advantage 0 has a gradient: only through the KL term."""
+        return self.kl_coefficient > 0
 
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, from 0."""

@@ -120,7 +120,10 @@ def _micro_steps(step: StoredStep) -> list[tuple[tuple[str, int], ...]] | None:
     for group in step.groups:
         if group.group_id in step.record.groups_trained:
             for part in pack_branches(
-                group.branches, train.micro_step_tokens, unit=train.unit, skip_zero_advantage=True
+                group.branches,
+                train.micro_step_tokens,
+                unit=train.unit,
+                skip_zero_advantage=not train.zero_advantage_trains,
             ):
                 packed.append(tuple((key.rollout_id, key.branch) for key in part.branches))
     return packed

@@ -127,7 +127,9 @@ def summarise(
     packed = [
         part
         for group in groups
-        for part in pack_branches(group, train.micro_step_tokens, unit=train.unit, skip_zero_advantage=True)
+        for part in pack_branches(
+            group, train.micro_step_tokens, unit=train.unit, skip_zero_advantage=not train.zero_advantage_trains
+        )
     ]
     unique_tokens = sum(part.num_tokens for part in packed)
     return SelectionSummary(

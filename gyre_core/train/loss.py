@@ -4,12 +4,20 @@ Legend: R loss rows (one for each trained target), U units. Log-probs are in nat
 The two-level mean (trajectories.md section 7) is in the row weights, which sum to 1 over a rollout's targets, so a
 loss here is the *sum over the rollouts* of a micro-step; the optimizer step divides once by the included rollouts.
 Results are therefore independent of packing, of the order of micro-steps and of the number of cells.
+
+All losses have one signature, so that a setting picks one (`policy_loss`). They differ in the ratio (of a unit or of a
+token), and in what happens where the ratio leaves its range: the min of two terms stops the gradient (GSPO, GRPO), a
+capped weight keeps it (CISPO), or there is no ratio at all (plain policy gradient).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+LossName = Literal["gspo", "gspo_token", "grpo", "cispo", "policy_gradient"]
 
 # Cap of the truncated importance weight between sampler and reference, "C" in Yao et al. 2025, "Your efficient RL
 # framework secretly brings you off-policy RL training"; 2 is the value of their experiments.
@@ -24,10 +32,46 @@ class LossTerms:
     """
 
     loss: Tensor  # scalar, differentiable: minus the weighted objective, summed over rollouts
-    unit_ratios: Tensor  # [U] s_u, detached
-    clipped_units: int  # units with a clipped row: the clip lowers their objective and stops their gradient
-    clipped_tokens: int  # rows of those
-    dropped_tokens: int  # rows with weight x advantage = 0: they cannot move the weights
+    unit_ratios: Tensor  # [U] s_u, detached; also of losses that do not use it
+    clipped_units: int  # units with a clipped row
+    clipped_tokens: int  # rows whose gradient the clip stops (GSPO, GRPO) or whose weight it changes (CISPO)
+    dropped_tokens: int  # rows that cannot move the weights: weight x advantage = 0 (with a KL term: weight = 0)
+    kl_sum: float = 0.0  # sum over rows of weight x k3; 0 without a KL term
+
+
+def policy_loss(
+    name: LossName,
+    logprobs: Tensor,
+    reference: Tensor,
+    weights: Tensor,
+    advantages: Tensor,
+    units: Tensor,
+    *,
+    num_units: int,
+    clip_low: float,
+    clip_high: float,
+    kl_coefficient: float = 0.0,
+) -> LossTerms:
+    """The loss of that name, plus `kl_coefficient` x the weighted k3 estimate of the divergence from `reference`.
+
+    The KL term is weighted like the loss (two-level mean) and does not depend on advantages, so a rollout with
+    advantage 0 trains too. Source of its place: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), equation 3; the
+    divergence there is from a frozen model, here from the reference that the ratio has.
+    """
+    terms = _LOSSES[name](
+        logprobs, reference, weights, advantages, units, num_units=num_units, clip_low=clip_low, clip_high=clip_high
+    )
+    if kl_coefficient == 0.0:
+        return terms
+    penalty = (weights * kl_k3(logprobs, reference)).sum()
+    return LossTerms(
+        loss=terms.loss + kl_coefficient * penalty,
+        unit_ratios=terms.unit_ratios,
+        clipped_units=terms.clipped_units,
+        clipped_tokens=terms.clipped_tokens,
+        dropped_tokens=int((weights == 0).sum()),
+        kl_sum=float(penalty.detach()),
+    )
 
 
 def unit_ratios(logprobs: Tensor, reference: Tensor, units: Tensor, num_units: int) -> Tensor:
@@ -92,6 +136,89 @@ def sampler_correction(reference: Tensor, sampler: Tensor, cap: float = SAMPLER_
     return torch.exp(reference.detach() - sampler).clamp(max=cap)
 
 
+def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """[R] estimates of KL(trainer || reference) at the sampled tokens: exp(-d) - 1 + d with d = logprob - reference.
+
+    Never negative, unbiased in value for tokens drawn from the trainer's policy; its gradient, 1 - exp(-d) a log-prob,
+    pulls a token back to its reference. Source: Schulman 2020, "Approximating KL divergence", estimator k3.
+    """
+    apart = logprobs - reference
+    return torch.expm1(-apart) + apart
+
+
+def grpo(
+    logprobs: Tensor,
+    reference: Tensor,
+    weights: Tensor,
+    advantages: Tensor,
+    units: Tensor,
+    *,
+    num_units: int,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> LossTerms:
+    """GRPO: -sum over rows of w * min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A), r_t the row's own ratio.
+
+    `units` only group the counts. Source: Shao et al. 2024 (arXiv 2402.03300), equation 3, with PPO's range (Schulman
+    et al. 2017, arXiv 1707.06347); the mean over a response's tokens is here the two-level mean of the weights.
+    """
+    ratios = unit_ratios(logprobs.detach(), reference, units, num_units)
+    return _clipped(torch.exp(logprobs - reference), ratios, weights, advantages, units, clip_low, clip_high)
+
+
+def cispo(
+    logprobs: Tensor,
+    reference: Tensor,
+    weights: Tensor,
+    advantages: Tensor,
+    units: Tensor,
+    *,
+    num_units: int,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> LossTerms:
+    """CISPO: -sum over rows of w * sg(clip(r_t, 1 - clip_low, 1 + clip_high)) * A * logprob_t.
+
+    The clip bounds a token's importance weight and never stops its gradient. Source: MiniMax 2025, "MiniMax-M1" (arXiv
+    2506.13585), equations 4 and 5, which sets no lower bound (clip_low 1: 1 - 1 = 0) and names no upper one; 1 + 4 lies
+    in the range whose choice hardly mattered in Khatri et al. 2025, "ScaleRL" (arXiv 2510.13786).
+    """
+    row_ratios = torch.exp(logprobs.detach() - reference)
+    bounded = row_ratios.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return _terms(
+        -(weights * bounded * advantages * logprobs).sum(),
+        bounded != row_ratios,
+        unit_ratios(logprobs.detach(), reference, units, num_units),
+        weights * advantages,
+        units,
+    )
+
+
+def policy_gradient(
+    logprobs: Tensor,
+    reference: Tensor,
+    weights: Tensor,
+    advantages: Tensor,
+    units: Tensor,
+    *,
+    num_units: int,
+    clip_low: float = 0.0,
+    clip_high: float = 0.0,
+) -> LossTerms:
+    """REINFORCE with the group advantage: -sum over rows of w * A * logprob_t; `reference` only feeds the statistics.
+
+    Right on-policy only. There is nothing to clip: the range is ignored. Source: Williams 1992, "Simple statistical
+    gradient-following algorithms for connectionist reinforcement learning".
+    """
+    return _terms(
+        -(weights * advantages * logprobs).sum(),
+        torch.zeros_like(units, dtype=torch.bool),
+        unit_ratios(logprobs.detach(), reference, units, num_units),
+        weights * advantages,
+        units,
+    )
+
+
 def _clipped(
     row_ratios: Tensor,
     ratios: Tensor,
@@ -104,11 +231,23 @@ def _clipped(
     free = row_ratios * advantages
     bounded = row_ratios.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     loss = -(weights * torch.minimum(free, bounded)).sum()
-    clipped = (bounded < free).detach()
+    return _terms(loss, (bounded < free).detach(), ratios, weights * advantages, units)
+
+
+def _terms(loss: Tensor, clipped: Tensor, ratios: Tensor, strength: Tensor, units: Tensor) -> LossTerms:
     return LossTerms(
         loss=loss,
         unit_ratios=ratios.detach(),
         clipped_units=int(torch.unique(units[clipped]).numel()),
         clipped_tokens=int(clipped.sum()),
-        dropped_tokens=int((weights * advantages == 0).sum()),
+        dropped_tokens=int((strength == 0).sum()),
     )
+
+
+_LOSSES: dict[LossName, Callable[..., LossTerms]] = {
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "grpo": grpo,
+    "cispo": cispo,
+    "policy_gradient": policy_gradient,
+}

@@ -19,6 +19,7 @@ class MicroStepStats:
     clipped_units: int
     clipped_tokens: int
     dropped_tokens: int  # targets with weight x advantage = 0: computed, without effect
+    kl: float  # k3 divergence from the reference, summed over rollouts like the loss; 0 without a KL term
     weight_sum: float  # of the rows: 1 for each rollout that is wholly in the micro-step
     ratio_min: float  # s_u over units
     ratio_mean: float

@@ -38,7 +38,6 @@ from gyre_core.train import loss as losses  # noqa: E402
 from gyre_core.train.megatron import checkpoint, hf  # noqa: E402
 from gyre_core.train.megatron.model import Forest, TreeGPTModel, forest_of  # noqa: E402
 
-_LOSSES = {"gspo": losses.gspo, "gspo_token": losses.gspo_token}
 _ADAM_EPS = 1e-8  # torch's and Megatron's default
 
 
@@ -100,7 +99,7 @@ class MegatronTrainer:
     def micro_step(self, packed: PackedMicroStep, reference_logprobs: np.ndarray | None = None) -> MicroStepStats:
         """Forward, loss, backward; adds to the step's gradients.
 
-        `reference_logprobs` [R] is GSPO's reference for each loss row. Without it the reference is the sampler's
+        `reference_logprobs` [R] is the ratio's reference for each loss row. Without it the reference is the sampler's
         log-probs, or with `reference = "burst_start"` the trainer's own, which is right for the burst's first step.
 
         Raises TrainError for a non-finite loss or gradient (the gradients of the step are dropped, nothing else has
@@ -131,6 +130,7 @@ class MegatronTrainer:
             clipped_units=terms.clipped_units,
             clipped_tokens=terms.clipped_tokens,
             dropped_tokens=terms.dropped_tokens,
+            kl=terms.kl_sum,
             weight_sum=float(packed.rows.weight.sum(dtype=np.float64)),
             ratio_min=ratios.min().item(),
             ratio_mean=ratios.mean().item(),
@@ -320,15 +320,18 @@ class MegatronTrainer:
             compared = sampler if self.config.reference == "sampler" else logprobs.detach()
         if self.config.reference == "burst_start":
             weights = weights * losses.sampler_correction(compared, sampler)
-        return _LOSSES[self.config.loss](
+        clip_low, clip_high = self.config.clip_range
+        return losses.policy_loss(
+            self.config.loss,
             logprobs,
             compared,
             weights,
             self._tensor(rows.advantage),
             self._tensor(rows.unit),
             num_units=packed.num_units,
-            clip_low=self.config.clip_low,
-            clip_high=self.config.clip_high,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            kl_coefficient=self.config.kl_coefficient,
         )
 
     def _forest(self, packed: PackedMicroStep) -> Forest:
