@@ -180,10 +180,11 @@ class MicroStepQueue:
         self._on_event({"event": "claim", "session": session, "micro_step": found})
         return state.lease
 
-    def complete(self, lease: Lease) -> None:
+    def complete(self, lease: Lease, *, measure: bool = True) -> None:
         """The micro-step's gradient is in the session's buffer. Safe to repeat after a lost answer.
 
-        Raises CutOffError when the lease no longer holds: the buffer contains what others will compute again.
+        `measure=False` leaves the trainer's rate alone (a journal is told again). Raises CutOffError when the lease no
+        longer holds: the buffer contains what others will compute again.
         """
         self.expire()
         state = self._live(lease.session)
@@ -195,7 +196,8 @@ class MicroStepQueue:
         assert state.lease is not None
         state.completed[lease.micro_step_id] = state.lease
         state.lease = None
-        self.rates.measured(state.trainer, self._steps[lease.micro_step_id].num_tokens, now - state.leased_s)
+        if measure:
+            self.rates.measured(state.trainer, self._steps[lease.micro_step_id].num_tokens, now - state.leased_s)
         self._on_event({"event": "complete", "session": lease.session, "micro_step": lease.micro_step_id})
 
     def fail(self, lease: Lease) -> tuple[str, ...]:
@@ -206,10 +208,14 @@ class MicroStepQueue:
         state = self._live(lease.session)
         if not _same(state.lease, lease):
             raise CutOffError(f"{lease.micro_step_id} is not leased to {lease.session}")
-        self._failed += 1
-        self._steps[lease.micro_step_id].owner_only = True
-        self._on_event({"event": "fail", "session": lease.session, "micro_step": lease.micro_step_id})
+        self.mark_failed(lease.micro_step_id)
         return self.cut_off(lease.session)
+
+    def mark_failed(self, micro_step_id: str) -> None:
+        """Only the owner may compute this micro-step from now on."""
+        self._failed += 1
+        self._steps[micro_step_id].owner_only = True
+        self._on_event({"event": "fail", "micro_step": micro_step_id})
 
     def take_over(self, session: str) -> tuple[str, ...]:
         """The session's whole gradient was added to the step's: its micro-steps, now final. Ends the session.
@@ -276,6 +282,10 @@ class MicroStepQueue:
     def sessions(self, *, owner: bool | None = None) -> tuple[str, ...]:
         """Live sessions in the order in which they joined; `owner` chooses the owner's or the others."""
         return tuple(name for name, state in self._sessions.items() if owner is None or state.owner is owner)
+
+    def trainers(self) -> tuple[str, ...]:
+        """Who has a live session, sorted."""
+        return tuple(sorted({state.trainer for state in self._sessions.values()}))
 
     def completed(self, session: str) -> tuple[str, ...]:
         """What the session's gradient holds, in order. Raises CutOffError for a session that has ended."""

@@ -1,6 +1,6 @@
 """How fast trainers are, and what follows: how long a lease lasts, how small the last micro-steps should be. Pure.
 
-Enters: tokens and seconds of completed micro-steps. Leaves: tokens a second by trainer, lease lengths, numbers of parts.
+Enters: tokens and seconds of completed micro-steps. Leaves: tokens a second, lease lengths, numbers of parts.
 """
 
 import math

@@ -182,6 +182,20 @@ class MegatronTrainer:
             duration_s=time.perf_counter() - started,
         )
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """The flat fp32 buffers of the step's unnormalised sums: Megatron's own memory, to be read and not kept."""
+        return self._gradient_buffers()
+
+    def add_gradients(self, buffers: Sequence[Tensor], num_micro_steps: int) -> None:
+        """Add another replica's sums of `num_micro_steps` micro-steps; ValueError when they are shaped otherwise."""
+        mine = self._gradient_buffers()
+        if [buffer.shape for buffer in mine] != [buffer.shape for buffer in buffers]:
+            raise ValueError("these gradients are of another model or layout")
+        with torch.no_grad():
+            for buffer, other in zip(mine, buffers, strict=True):
+                buffer.add_(other.to(buffer.device))
+        self._micro_steps += num_micro_steps
+
     @property
     def accumulated_micro_steps(self) -> int:
         """Micro-steps in the gradient buffer since the last optimizer step or reset."""

@@ -1,0 +1,234 @@
+"""The queue over HTTP, for members of other processes. JSON in and out; branches go out as Arrow IPC.
+
+    POST /members/weights   the snapshot to hold: its version and where to read it; waits for another than one has
+    POST /members/join      a session of the running step; waits for one to run
+    POST /members/claim     a micro-step, or what to do; waits for either
+    POST /members/complete, /members/fail, /members/offer
+    GET  /members/status
+
+Enters: requests with the bearer secret. Leaves: answers of the step's queue. 204 means: nothing yet, ask again. 409
+means: clear the gradient; the body's `kind` says whether to join again (CutOffError) or to pull the weights first
+(StaleStepError). A request that waits counts as a sign of life while its connection stands.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gyre_core.errors import GyreError
+from gyre_core.train.queue import CutOffError, Lease
+from gyre_core.train.queue_step import StaleStepError, StepQueue, Work
+from gyre_core.transfer.gradients import BufferOffer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ARROW = "application/vnd.apache.arrow.stream"
+LEASE_HEADER = "gyre-lease"
+MAX_WAIT_S = 20.0
+_LOOK_S = 0.5  # how often a waiting request looks whether its peer is still there
+
+
+class MemberBoard:
+    """What members see: the current step and the current weights. Thread-safe.
+
+    Example: board = MemberBoard(); board.publish_weights(3, offer); board.open_step(queue)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: StepQueue | None = None
+        self._weights: tuple[int, BufferOffer] | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def open_step(self, queue: StepQueue) -> None:
+        """Members work off this one from now on."""
+        with self._lock:
+            self._queue = queue
+        self._tell()
+
+    def publish_weights(self, policy_version: int, offer: BufferOffer) -> None:
+        """Members pull these weights before they join."""
+        with self._lock:
+            self._weights = (policy_version, offer)
+        self._tell()
+
+    @property
+    def queue(self) -> StepQueue | None:
+        """The newest step's queue."""
+        with self._lock:
+            return self._queue
+
+    @property
+    def weights(self) -> tuple[int, BufferOffer] | None:
+        """Policy version and offer of the newest snapshot."""
+        with self._lock:
+            return self._weights
+
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` after each change, also of the step's queue, until the returned function is called."""
+        with self._lock:
+            self._listeners.append(listener)
+            queue = self._queue
+        remove_inner = queue.on_change(listener) if queue is not None else (lambda: None)
+
+        def remove() -> None:
+            remove_inner()
+            with self._lock:
+                self._listeners.remove(listener)
+
+        return remove
+
+    def _tell(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+
+def member_routes(board: MemberBoard, secret: str) -> list[Route]:
+    """The routes, to be mounted in the core's own application."""
+    expected = f"Bearer {secret}".encode()
+
+    def verb(action: Callable[[Any, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            given = request.headers.get("authorization", "").encode()
+            if not secrets.compare_digest(given, expected):
+                return _error(401, ValueError("wrong or missing bearer token"))
+            try:
+                body = await request.json() if request.method == "POST" else {}
+                if not isinstance(body, dict):
+                    raise ValueError("the body is not a JSON object")
+                return await action(body, request)
+            except (CutOffError, StaleStepError) as error:
+                return _error(409, error)
+            except (ValueError, KeyError, TypeError) as error:
+                logger.warning("%s refused: %r", request.url.path, error)
+                return _error(400, error)
+            except GyreError as error:
+                logger.error("%s failed: %s", request.url.path, error)
+                return _error(500, error)
+
+        return endpoint
+
+    async def weights(body: dict[str, Any], request: Request) -> Response:
+        held = body.get("held")
+
+        def newer() -> Response | None:
+            found = board.weights
+            if found is None or found[1].checksum == held:
+                return None
+            return JSONResponse({"policy_version": found[0], "offer": found[1].to_json()})
+
+        return await _until(board, request, body, newer) or Response(status_code=204)
+
+    async def join(body: dict[str, Any], request: Request) -> Response:
+        def joined() -> Response | None:
+            queue = board.queue
+            current = board.weights
+            if queue is None or (queue.over and current is not None and current[1].checksum == body["weights"]):
+                return None  # between two steps
+            session = queue.join(
+                str(body["trainer"]), policy_version=int(body["policy_version"]), weights=str(body["weights"])
+            )
+            return JSONResponse({"session": session, "step": queue.identity.step})
+
+        return await _until(board, request, body, joined) or Response(status_code=204)
+
+    async def claim(body: dict[str, Any], request: Request) -> Response:
+        session = str(body["session"])
+
+        def claimed() -> Response | None:
+            found = _step(board).claim(session)
+            if isinstance(found, Work):
+                lease = {"micro_step": found.lease.micro_step_id, "attempt": found.lease.attempt}
+                return Response(found.body, media_type=ARROW, headers={LEASE_HEADER: json.dumps(lease)})
+            return None if found is None else JSONResponse({"do": found})
+
+        return await _until(board, request, body, claimed) or Response(status_code=204)
+
+    async def complete(body: dict[str, Any], _: Request) -> Response:
+        stats = {str(name): float(value) for name, value in body.get("stats", {}).items()}
+        _step(board).complete(_lease(body), stats)
+        return JSONResponse({"ok": True})
+
+    async def fail(body: dict[str, Any], _: Request) -> Response:
+        _step(board).fail(_lease(body), str(body["reason"])[:500])
+        return JSONResponse({"ok": True})
+
+    async def offer(body: dict[str, Any], _: Request) -> Response:
+        micro_steps = [str(name) for name in body["micro_steps"]]
+        _step(board).offer(str(body["session"]), BufferOffer.from_json(body["offer"]), micro_steps)
+        return JSONResponse({"ok": True})
+
+    async def status(_: dict[str, Any], __: Request) -> Response:
+        queue, current = board.queue, board.weights
+        return JSONResponse(
+            {"policy_version": current[0] if current else None, "step": queue.status() if queue is not None else None}
+        )
+
+    posts = {"weights": weights, "join": join, "claim": claim, "complete": complete, "fail": fail, "offer": offer}
+    routes = [Route(f"/members/{name}", verb(action), methods=["POST"]) for name, action in posts.items()]
+    return [*routes, Route("/members/status", verb(status))]
+
+
+def create_member_app(board: MemberBoard, secret: str) -> Starlette:
+    """The routes as an application of their own."""
+    return Starlette(routes=member_routes(board, secret))
+
+
+async def _until(
+    board: MemberBoard, request: Request, body: dict[str, Any], attempt: Callable[[], T | None]
+) -> T | None:
+    """The attempt's first result, or None after the body's `wait_s` or when the peer has gone."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + min(MAX_WAIT_S, max(0.0, float(body.get("wait_s", 0.0))))
+    while True:
+        changed = asyncio.Event()
+
+        def wake(event: asyncio.Event = changed) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and this request with it
+                loop.call_soon_threadsafe(event.set)
+
+        remove = board.on_change(wake)
+        try:
+            result = attempt()
+            left = deadline - loop.time()
+            if result is not None or left <= 0:
+                return result
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), min(_LOOK_S, left))
+        finally:
+            remove()
+        if await request.is_disconnected():
+            return None
+
+
+def _step(board: MemberBoard) -> StepQueue:
+    queue = board.queue
+    if queue is None:
+        raise StaleStepError("no step is running")
+    return queue
+
+
+def _lease(body: dict[str, Any]) -> Lease:
+    return Lease(
+        micro_step_id=str(body["micro_step"]),
+        session=str(body["session"]),
+        attempt=int(body["attempt"]),
+        deadline_s=0.0,
+    )
+
+
+def _error(status: int, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": str(error), "kind": type(error).__name__}, status)
