@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> tuple[RunConfig, RunFolder, Store]:
 def artifact(key: str) -> str:
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
-    return str(found[-1].data)
+    return str(max(found, key=lambda item: item.created).data)  # type: ignore[arg-type, return-value]
 
 
 def call(config: RunConfig, step: int, mode: Any, **more: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from gyre_core.config import RunConfig, parse_run_config
+from gyre_core.grading.problems import Problem
 from gyre_core.metrics import MetricsWriter
 from gyre_core.proxy.pool import ProxyAddress, Shards
 from gyre_core.run_folder import RunFolder
@@ -133,7 +134,7 @@ def make_context(
         config=config,
         folder=folder,
         store=store,
-        problems=dict.fromkeys(problem_ids),  # type: ignore[arg-type]
+        problems={name: _problem(name) for name in problem_ids},
         heldout={},
         services=FakeServices(cell),  # type: ignore[arg-type]
         sandbox=None,  # type: ignore[arg-type]
@@ -143,6 +144,12 @@ def make_context(
         policy_version=int(steps[-1].record["version_after"]) if steps else 0,
     )
     return context
+
+
+def _problem(name: str) -> Problem:
+    """A problem that nothing reads files of: harness and verifier are fakes."""
+    nowhere = Path("/nonexistent")
+    return Problem(problem_id=name, instruction="Do it.", dir=nowhere, tests_dir=nowhere, environment_dir=None)
 
 
 def finished_rollout(spec: RolloutSpec, reward: float | None, outcome: Outcome = Outcome.FINISHED) -> Finished:
