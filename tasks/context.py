@@ -10,8 +10,8 @@ from gyre_core.config import RunConfig
 from gyre_core.grading.problems import Problem
 from gyre_core.metrics import MetricsWriter
 from gyre_core.pictures import CellSpan
+from gyre_core.rollout.environment import Environment
 from gyre_core.rollout.keep import WorkspaceKeeper
-from gyre_core.rollout.sandbox import Sandbox
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store
 from tasks.progress import RunProgress
@@ -50,7 +50,7 @@ class RunContext:
         problems: dict[str, Problem],
         heldout: dict[str, Problem],
         services: Services,
-        sandbox: Sandbox,
+        sandbox: Environment,
         progress: RunProgress,
         reporter: RunReporter,
         metrics: MetricsWriter,

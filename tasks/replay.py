@@ -24,7 +24,7 @@ from gyre_core.replay.report import sheet_of
 from gyre_core.replay.reselect import Reselection, reselect
 from gyre_core.replay.retrain import RetrainReport, plan_retrain, retrain
 from gyre_core.replay.stored import StoredStep, find_record, read_step_records, read_stored_step
-from gyre_core.rollout.sandbox import Sandbox
+from gyre_core.rollout.environment import Environment, open_environment
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store, StoredRollout
 from gyre_core.store.run_store import open_run_store
@@ -77,7 +77,7 @@ def reselect_step(context: ReplayContext, stored: Box[StoredStep], selection: Se
 @task(name="prepare_regrade", task_run_name="{stored.label} / prepare", cache_policy=NO_CACHE)
 def prepare_regrade(
     context: ReplayContext, stored: Box[StoredStep], problems_dir: str | None
-) -> Box[tuple[dict[str, Problem], Sandbox]]:
+) -> Box[tuple[dict[str, Problem], Environment]]:
     """The step's problems as they are now, and a sandbox; refuses a step without kept workspaces."""
     check_workspaces(stored.value)
     folder = Path(problems_dir) if problems_dir else context.config.data.train
@@ -87,12 +87,12 @@ def prepare_regrade(
     if missing:
         raise ConfigError(f"{folder} lacks {len(missing)} problem(s) of the step ({', '.join(missing[:3])} ...)")
     hidden = [*hidden_folders(context.config, context.folder), *folders_of(folder)]
-    return Box((problems, Sandbox(context.config.rollout.sandbox, hidden=hidden)))
+    return Box((problems, open_environment(context.config.rollout, hidden=hidden)))
 
 
 @task(name="regrade_rollout", task_run_name="{rollout.label} / regrade", cache_policy=NO_CACHE, tags=["grade"])
 def regrade_stored_rollout(
-    context: ReplayContext, rollout: Box[StoredRollout], prepared: Box[tuple[dict[str, Problem], Sandbox]]
+    context: ReplayContext, rollout: Box[StoredRollout], prepared: Box[tuple[dict[str, Problem], Environment]]
 ) -> Box[Regrade]:
     """Restore the rollout's workspace and run its problem's verifier on it."""
     stored = rollout.value

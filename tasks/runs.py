@@ -16,7 +16,7 @@ from gyre_core.grading.inputs import check_inputs
 from gyre_core.grading.manifest import folders_of
 from gyre_core.metrics import MetricsWriter
 from gyre_core.proxy.journal import journal_rollout
-from gyre_core.rollout.sandbox import Sandbox
+from gyre_core.rollout.environment import open_environment
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store
 from tasks.context import RunContext
@@ -51,7 +51,7 @@ def open_run(
         if resume:
             close_dead_runs(run_id)
         _clear_leftovers(folder)
-        sandbox = Sandbox(config.rollout.sandbox, hidden=hidden_folders(config, folder))
+        sandbox = open_environment(config.rollout, hidden=hidden_folders(config, folder))
         progress = stack.enter_context(RunProgress(run_id, num_steps=config.train.steps, quiet=quiet))
         progress.resume_at(policy_version)
         progress.note(

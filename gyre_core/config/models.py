@@ -50,6 +50,15 @@ class HarnessConfig(Section):
     read_only: tuple[LaxPath, ...] = Field(default=(), strict=False)  # further paths the sandbox may read
 
 
+class ContainerConfig(Section):
+    """Containers of docker or podman, when rollout.sandbox names one of them."""
+
+    image: str = ""  # on this machine already: no run pulls one
+    network: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "host"  # the proxy listens on 127.0.0.1
+    memory_bytes: Positive | None = None  # of one container; None: not bounded
+    cpus: Annotated[float, Field(gt=0)] | None = None
+
+
 class RolloutConfig(Section):
     """How rollouts are sampled and bounded."""
 
@@ -65,7 +74,8 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
-    sandbox: Literal["auto", "bubblewrap", "namespaces"] = "auto"
+    sandbox: Literal["auto", "bubblewrap", "namespaces", "docker", "podman"] = "auto"
+    container: ContainerConfig = ContainerConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutConfig":
@@ -73,6 +83,11 @@ class RolloutConfig(Section):
             raise ValueError(
                 "rollout.top_p and rollout.top_k must stay 1.0 and -1: the engine's log-probs are not renormalised for "
                 "them, so training would be biased; use rollout.temperature instead"
+            )
+        if self.sandbox in ("docker", "podman") and not self.container.image:
+            raise ValueError(
+                f'rollout.sandbox = "{self.sandbox}" needs rollout.container.image: the image that harness and '
+                "verifier run in"
             )
         if self.overall_limit_s <= self.time_limit_s:
             raise ValueError(

@@ -14,6 +14,7 @@ are bounded in processes, open files, size of a file, /tmp and log; the sum of t
 import asyncio
 import contextlib
 import functools
+import os
 import random
 import stat
 import sys
@@ -111,7 +112,7 @@ class Sandbox:
             finally:
                 folders = [scratch / name for name in _SCRATCH_FOLDERS]
                 if not all([remove_plain(folder) for folder in folders]) or not remove_plain(scratch):
-                    await _unhurried(remove_tree, scratch)
+                    await unhurried(remove_tree, scratch)
 
     async def _run(
         self,
@@ -149,7 +150,7 @@ class Sandbox:
         if not identity.user_namespace:
             for folder in (home, workspace, *(host for host, _ in read_write)):
                 if folder.lstat().st_uid != identity.uid:
-                    await _unhurried(give_tree, folder, identity.uid, identity.gid)
+                    await unhurried(give_tree, folder, identity.uid, identity.gid)
 
         def make_launch(status_fd: int, sync_fd: int) -> Launch:
             spec = LaunchSpec(
@@ -236,6 +237,16 @@ def _identity(workspace: Path) -> Iterator[Identity]:
     if not may_mount():
         yield Identity(uid=NAMESPACE_UID, gid=NAMESPACE_UID, user_namespace=True)
         return
+    with own_user(workspace) as identity:
+        yield identity
+
+
+@contextlib.contextmanager
+def own_user(workspace: Path) -> Iterator[Identity]:
+    """A user that no other run has now; this very user when it is not root and cannot become another."""
+    if os.geteuid() != 0:
+        yield Identity(uid=os.getuid(), gid=os.getgid(), user_namespace=False)
+        return
     owner = workspace.lstat().st_uid
     with _uids_lock:
         free = owner in SANDBOX_UIDS and owner not in _uids_in_use
@@ -278,7 +289,7 @@ def _to_result(ended: Ended) -> HarnessResult:
     )
 
 
-async def _unhurried(function, *arguments) -> None:
+async def unhurried(function, *arguments) -> None:
     """Run a blocking function in a thread, to its end even when cancelled meanwhile."""
     work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:

@@ -266,11 +266,11 @@ async def supervise(
     timed_out, error = False, ""
     try:
         try:
-            await _first_of(launcher.ready, launcher.ended, timeout_s=SETUP_LIMIT_S)
+            await first_of(launcher.ready, launcher.ended, timeout_s=SETUP_LIMIT_S)
             if launcher.ready.is_set():
                 started_s, started = clock.now_s(), clock.monotonic_s()
                 launcher.go()
-                timed_out = not await _first_of(launcher.ended, timeout_s=timeout_s)
+                timed_out = not await first_of(launcher.ended, timeout_s=timeout_s)
             elif not launcher.ended.is_set():
                 error = f"the sandbox was not built within {SETUP_LIMIT_S:g} s"
         finally:
@@ -293,7 +293,7 @@ async def supervise(
         log.close()
 
 
-async def _first_of(*events: asyncio.Event, timeout_s: float) -> bool:
+async def first_of(*events: asyncio.Event, timeout_s: float) -> bool:
     """Wait until one of the events is set; False when the time ran out first."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
@@ -325,19 +325,19 @@ async def _end(launcher: _Launcher) -> None:
 async def _kill_and_wait(launcher: _Launcher) -> None:
     if not launcher.ended.is_set():
         # Process 1 must be known before its launcher is killed: one that is not armed yet would be left waiting.
-        await _first_of(launcher.status_known, launcher.ended, timeout_s=DEATH_LIMIT_S)
+        await first_of(launcher.status_known, launcher.ended, timeout_s=DEATH_LIMIT_S)
     launcher.read_status()
     launcher.kill()
     deaths = [launcher.ended]
     if launcher.child_pidfd >= 0:
         deaths.append(launcher.child_ended)
     for death in deaths:
-        if not await _first_of(death, timeout_s=DEATH_LIMIT_S):
+        if not await first_of(death, timeout_s=DEATH_LIMIT_S):
             raise SandboxError(
                 f"processes of the sandbox with launcher {launcher.process.pid} are still there {DEATH_LIMIT_S:g} s "
                 "after SIGKILL; a file system that does not answer is the usual cause"
             )
-    await _first_of(launcher.output_ended, timeout_s=DRAIN_LIMIT_S)
+    await first_of(launcher.output_ended, timeout_s=DRAIN_LIMIT_S)
 
 
 def _group_of(pid: int) -> int:

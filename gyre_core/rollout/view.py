@@ -75,7 +75,7 @@ def plan_view(
     explicit = [(MountKind.READ_ONLY, bind) for bind in [*[(path, str(path)) for path in needed], *read_only]]
     explicit += [(MountKind.READ_WRITE, bind) for bind in read_write]
     binds = [
-        Mount(kind=kind, dest=_checked_dest(inside), source=os.path.realpath(host)) for kind, (host, inside) in explicit
+        Mount(kind=kind, dest=checked_dest(inside), source=os.path.realpath(host)) for kind, (host, inside) in explicit
     ]
     visible = [mount for mount in (*mounts, *binds) if mount.kind in (MountKind.READ_ONLY, MountKind.READ_WRITE)]
     mounts += _covers(visible, covered)
@@ -142,7 +142,8 @@ def _covers(visible: Sequence[Mount], hidden: Sequence[str]) -> list[Mount]:
     return covers
 
 
-def _checked_dest(inside: str) -> str:
+def checked_dest(inside: str) -> str:
+    """A bind's path inside, if it is one that may be bound; raises ValueError."""
     if not inside.startswith("/") or os.path.normpath(inside) != inside or inside in ("/", "/proc", "/dev"):
         raise ValueError(
             f"a bind's path inside the sandbox must be absolute, normalised and not a system root: {inside!r}"
