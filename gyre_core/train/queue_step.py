@@ -107,6 +107,8 @@ class StepQueue:
         self._owner = owner
         self._clock = clock or SystemClock()
         self._changed = threading.Condition(threading.RLock())
+        self._stamp = 0  # counts changes: a poll that changed nothing wakes nobody
+        self._looked = 0  # the owner's last look at it
         self._listeners: list[Callable[[], None]] = []
         self._bodies: dict[str, bytes] = {}
         self._names: dict[str, tuple[BranchName, ...]] = {}  # micro-step -> its branches
@@ -194,6 +196,7 @@ class StepQueue:
             if self._over:
                 raise TrainError(f"step {self.identity.step} is over: {self._over}")
             self._queue.expire()
+            self._looked = self._stamp
             if self._own is None:
                 self._own = self._queue.join(self._owner, owner=True)
             lease = self._queue.claim(self._own)
@@ -236,6 +239,7 @@ class StepQueue:
         with self._change():
             assert self._queue.closed, "a step is finished after all of it was taken"
             self._over = "it is done"
+            self._stamp += 1
             if self._journal is not None:
                 self._journal.remove()
                 self._journal = None
@@ -246,6 +250,7 @@ class StepQueue:
             for session in self._queue.sessions():
                 self._queue.cut_off(session)
             self._over = reason
+            self._stamp += 1
             if self._journal is not None:
                 self._journal.remove()
                 self._journal = None
@@ -272,8 +277,10 @@ class StepQueue:
             )
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something changed, a deadline passed, or after `timeout_s`."""
+        """Return when something changed since `owner_next`, a deadline passed, or after `timeout_s`."""
         with self._changed:
+            if self._stamp != self._looked:
+                return
             deadline = self._queue.next_deadline_s()
             if deadline is not None:
                 timeout_s = min(timeout_s, max(0.0, deadline - self._clock.monotonic_s()))
@@ -349,6 +356,7 @@ class StepQueue:
                 raise CutOffError(f"{session} offers {len(micro_steps)} micro-steps, the queue knows {len(known)}")
             if self._queue.drained and session not in self._reading:
                 self._offers[session] = offer
+                self._stamp += 1
 
     # -- what is known ---------------------------------------------------------------------------------------------
 
@@ -408,8 +416,6 @@ class StepQueue:
                     self._changed.notify_all()
                     for listener in self._listeners:
                         listener()
-
-    _stamp = 0  # counts events: a poll that changed nothing wakes nobody
 
     def _on_event(self, event: dict[str, Any]) -> None:
         self._stamp += 1
