@@ -64,7 +64,7 @@ def bench_select(
     if num_rollouts < 1 or branching < 0:
         raise ValueError(f"{num_rollouts} rollouts with branching {branching:g}: at least one, and not below 0")
     selection = SelectionConfig()
-    build_s = process_s = 0.0
+    build_s = process_s = process_cpu_s = 0.0
     totals = {name: np.zeros(len(CAPS) + 1, np.int64) for name in SelectionCosts.__slots__}
     counts = dict.fromkeys(("unique_tokens", "nodes", "targets", "tree_targets", "training_branches"), 0)
     branches_of: list[int] = []
@@ -72,11 +72,12 @@ def bench_select(
         started = time.perf_counter()
         members = list(_group(index, min(GROUP_SIZE, num_rollouts - index), num_calls, num_tokens, seed, branching))
         build_s += time.perf_counter() - started
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         group = build_branches(
             members, selection=selection, run_seed=seed, trainer_version=0, max_staleness=0, temperature=1.0
         )
         process_s += time.perf_counter() - started
+        process_cpu_s += time.process_time() - started_cpu
         counts["training_branches"] += len(group.branches)
         counts["targets"] += group.counters["targets_selected"]
         del group
@@ -103,7 +104,9 @@ def bench_select(
         "branches_per_rollout": round(float(np.mean(branches_of)), 1),
         "build_s": round(build_s, 3),
         "process_s": round(process_s, 3),
+        "process_cpu_s": round(process_cpu_s, 3),
         "tokens_per_s": round(counts["unique_tokens"] / process_s),
+        "tokens_per_cpu_s": round(counts["unique_tokens"] / process_cpu_s),
         "rollouts_per_s": round(num_rollouts / process_s, 1),
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "caps": {**{str(cap): _shares(totals, at) for at, cap in enumerate(CAPS)}, "uncapped": _shares(totals, -1)},
@@ -118,7 +121,9 @@ def select_rows(result: dict[str, Any]) -> list[str]:
         f"{result['branches_per_rollout']:g} branches each",
         f"tokens      {result['unique_tokens']:,} unique, {result['tree_targets']:,} targets",
         f"processed   {result['process_s']:.2f} s at J=5: {result['tokens_per_s'] / 1e6:.1f} M tokens/s, "
-        f"{result['rollouts_per_s']:.0f} rollouts/s (their trees were built in {result['build_s']:.1f} s)",
+        f"{result['rollouts_per_s']:.0f} rollouts/s",
+        f"CPU time    {result['process_cpu_s']:.2f} s: {result['tokens_per_cpu_s'] / 1e6:.1f} M tokens/s",
+        f"trees       built in {result['build_s']:.1f} s, call by call",
         f"memory      {result['peak_rss_mb']:.0f} MB at its peak",
         f"once only   {100 * result['once_only_target_rows']:.1f} % of the target rows that branches would repeat",
         "",

@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from gyre_core.errors import ProblemError
+from gyre_core.config.load import parse_run_config
+from gyre_core.errors import ConfigError, ProblemError
+from gyre_core.grading.inputs import check_inputs
 from gyre_core.grading.manifest import folders_of, load_problems, scan_source, split_of
 from gyre_core.rollout.dispatch import problems_of_step
 from tests.support.problems import write_problem
@@ -107,3 +109,21 @@ def test_problem_that_repeats_comes_that_often_in_one_pass(tmp_path: Path):
     ids = [problem.problem_id for problem in problems for _ in range(problem.repeat)]
     dispatched = [name for step in range(2) for name in problems_of_step(ids, seed=3, step=step, groups_per_step=2)]
     assert sorted(dispatched) == ["a", "c", "second", "second"]
+
+
+def test_run_inputs_of_two_splits_of_one_manifest(tmp_path: Path):
+    path = manifest(tmp_path, LISTED.replace('"tasks/a",', '{ path = "tasks/a", split = "train" },'))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    tree = {
+        "name": "run",
+        "model": {"path": "model"},
+        "data": {"train": "tasks.toml#train", "heldout": "tasks.toml#heldout"},
+        "rollout": {"harness": {"command": ["true"]}},
+    }
+    problems, heldout = check_inputs(parse_run_config(tree, base_dir=tmp_path))
+    assert (sorted(problems), sorted(heldout)) == (["a", "second"], ["c"])
+    path.write_text('tasks = ["tasks/a"]')
+    tree["data"] = {"train": "tasks.toml", "heldout": "tasks"}
+    with pytest.raises(ConfigError, match=r"shares 1 problem\(s\)"):
+        check_inputs(parse_run_config(tree, base_dir=tmp_path))
