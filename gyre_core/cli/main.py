@@ -317,6 +317,28 @@ def bench_store_command(
             sys.stdout.write(f"{name:26s} {value}\n")
 
 
+@bench_app.command(name="tree-train")
+def bench_tree_train_command(
+    quick: Annotated[bool, typer.Option("--quick", help="a small model, in seconds")] = False,
+    seed: Annotated[int, typer.Option(help="of the synthetic trees and the weights")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads of the trainer")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """A training step with shared prefixes computed once and branch by branch, beside what sharing could save."""
+    from gyre_core.bench.tree_train import FULL, QUICK, bench_tree_train, tree_train_lines
+
+    result = bench_tree_train(
+        QUICK if quick else FULL,
+        seed=seed,
+        threads=threads,
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if as_json:
+        print_result(result)
+    else:
+        sys.stdout.write("\n".join(tree_train_lines(result)) + "\n")
+
+
 def main() -> None:
     """Entry point of the `gyre` script."""
     try:
