@@ -22,7 +22,7 @@ from gyre_core.engine.sglang import SGLangServer
 from gyre_core.errors import GyreError, TransferError
 from gyre_core.scheduler.cell import CellState, CellStatus
 from gyre_core.train.megatron.backend import MegatronTrainer
-from gyre_core.train.packing import pack_branches
+from gyre_core.train.packing import pack_for_training
 from gyre_core.train.stats import combine_stats
 from gyre_core.transfer.branches import branches_from_ipc
 from gyre_core.transfer.weights import WeightPublisher
@@ -114,9 +114,7 @@ class CellHost:
             trainer = self._built_trainer()
             started = time.monotonic()
             train = self.settings.train
-            packed = pack_branches(
-                branches, train.micro_step_tokens, unit=train.unit, skip_zero_advantage=not train.zero_advantage_trains
-            )
+            packed = pack_for_training(branches, train)
             stats = combine_stats([asdict(trainer.micro_step(part)) for part in packed])
             keys = [[(key.rollout_id, key.branch) for key in part.branches] for part in packed]
             return {"keys": keys, "stats": stats, "seconds": time.monotonic() - started}

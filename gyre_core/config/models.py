@@ -157,6 +157,7 @@ class TrainConfig(Section):
     reference: Literal["sampler", "burst_start"] = "sampler"  # what the ratio, and the KL term, compare with
     kl_coefficient: Annotated[float, Field(ge=0, le=10)] = 0.0  # of the k3 divergence from the reference; 0: no term
     micro_step_tokens: Positive = 16384  # packed tokens of one micro-step
+    share_prefixes: bool = True  # compute what branches of a micro-step share once; false: each branch by itself
     recompute: bool = False  # recompute activations in the backward pass
     keep_checkpoints: Positive = 2  # every committed step has one; older ones are removed
     threads: Annotated[int, Field(ge=0)] = 0  # CPU threads of the trainer, 0 = all cores

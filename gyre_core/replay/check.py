@@ -11,7 +11,7 @@ import numpy as np
 
 from gyre_core.replay.stored import StoredGroup, StoredStep
 from gyre_core.selection.batch import GroupBranches
-from gyre_core.train.packing import pack_branches
+from gyre_core.train.packing import pack_for_training
 from gyre_core.types import Json, TrainingBranch
 
 _ARRAYS = ("token_ids", "target", "sampler_logprobs", "weights")
@@ -119,12 +119,7 @@ def _micro_steps(step: StoredStep) -> list[tuple[tuple[str, int], ...]] | None:
     packed = []
     for group in step.groups:
         if group.group_id in step.record.groups_trained:
-            for part in pack_branches(
-                group.branches,
-                train.micro_step_tokens,
-                unit=train.unit,
-                skip_zero_advantage=not train.zero_advantage_trains,
-            ):
+            for part in pack_for_training(group.branches, train):
                 packed.append(tuple((key.rollout_id, key.branch) for key in part.branches))
     return packed
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from gyre_core.config import SelectionConfig, TrainConfig
 from gyre_core.errors import ConfigError
 from gyre_core.replay.stored import StoredStep
-from gyre_core.train.packing import pack_branches
+from gyre_core.train.packing import pack_for_training
 from gyre_core.types import Json, TrainingBranch
 
 _SHORT_NAMES = {"J": "max_branches"}
@@ -124,13 +124,7 @@ def summarise(
         by_role["targets"][branch.role.value] += int(branch.target.sum())
         weight = float(branch.weights.sum(dtype="float64"))
         weights[branch.role.value] = weights.get(branch.role.value, 0.0) + weight
-    packed = [
-        part
-        for group in groups
-        for part in pack_branches(
-            group, train.micro_step_tokens, unit=train.unit, skip_zero_advantage=not train.zero_advantage_trains
-        )
-    ]
+    packed = [part for group in groups for part in pack_for_training(group, train)]
     unique_tokens = sum(part.num_tokens for part in packed)
     return SelectionSummary(
         rollouts=len({branch.rollout_id for branch in branches}),

@@ -12,12 +12,15 @@ the order of the input. Numpy only, so that a process without torch can pack.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gyre_core.types import TokenIds, TrainingBranch
+
+if TYPE_CHECKING:
+    from gyre_core.config.models import TrainConfig
 
 Unit = Literal["branch", "rollout"]
 Indices = NDArray[np.int64]
@@ -107,6 +110,17 @@ class PackedMicroStep:
         return self.path(int(self.segment_end[above]) - 1)
 
 
+def pack_for_training(branches: Sequence[TrainingBranch], train: "TrainConfig") -> list[PackedMicroStep]:
+    """Pack as a run's settings say. Everything that trains, or says what was trained, packs with this."""
+    return pack_branches(
+        branches,
+        train.micro_step_tokens,
+        unit=train.unit,
+        share_prefixes=train.share_prefixes,
+        skip_zero_advantage=not train.zero_advantage_trains,
+    )
+
+
 def pack_branches(
     branches: Sequence[TrainingBranch],
     budget_tokens: int,
@@ -118,8 +132,9 @@ def pack_branches(
     """Pack branches into micro-steps of at most `budget_tokens` unique tokens.
 
     Whole groups stay together where they fit; a group that is too large is split between rollouts, a rollout between
-    branches, always in depth-first order, and the prefix above the cut is computed again. A block goes to the started
-    micro-step where it adds fewest tokens. Branches without a target are left out: they train nothing.
+    branches, and the prefix above the cut is computed again. Blocks are placed largest first, each in the started
+    micro-step where it adds fewest tokens: what is small, or mostly shared, fills the holes. Branches without a target
+    are left out: they train nothing.
 
     `unit`: what must not be split, because GSPO's ratio needs all its targets (trajectories.md section 7).
     `share_prefixes=False`: every branch is a chain of its own, for models that cannot share prefixes and as a baseline.
@@ -251,11 +266,11 @@ def _ranks(order: _Order, indices: Iterable[int]) -> Indices:
 
 
 def _fill(blocks: list[Indices], order: _Order, budget_tokens: int) -> list[Indices]:
-    """Ranks of each micro-step, ascending: best fit by added tokens among the latest started ones."""
+    """Ranks of each micro-step, ascending: largest first, best fit by added tokens among the latest started ones."""
     filled: list[Indices] = []
     sizes: list[int] = []
-    for block in blocks:
-        best, best_size, best_added = -1, order.unique_tokens(block), budget_tokens + 1
+    for tokens, block in sorted(((order.unique_tokens(block), block) for block in blocks), key=lambda pair: -pair[0]):
+        best, best_size, best_added = -1, tokens, budget_tokens + 1
         for index in range(max(0, len(filled) - _OPEN_MICRO_STEPS), len(filled)):
             size = order.unique_tokens(np.sort(np.concatenate([filled[index], block])))
             if size <= budget_tokens and size - sizes[index] < best_added:

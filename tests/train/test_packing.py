@@ -168,6 +168,31 @@ def test_pack_branches_small_budgets_split_without_losing_targets(budget: int) -
     assert len(steps) == 1 if budget == 10_000 else len(steps) > 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_pack_branches_groups_of_all_sizes_leave_few_holes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    branches = []
+    for group in range(40):
+        size = int(rng.integers(20, 200))
+        prompt = rng.integers(0, 1000, size).tolist()
+        for rollout in range(4):
+            ids = prompt + rng.integers(0, 1000, size // 2).tolist()
+            branches.append(make_branch(ids, [size], rollout_id=f"g{group}-r{rollout}", group_id=f"g{group}"))
+    steps = pack_branches(branches, 1024)
+    tokens = sum(step.num_tokens for step in steps)
+    assert len(steps) <= -(-tokens // 1024) + 1  # one more than if tokens could be cut anywhere
+    assert tokens / (1024 * len(steps)) > 0.9
+
+
+def test_pack_branches_small_blocks_fill_the_holes_of_large_ones() -> None:
+    sizes = [30, 70, 40, 60, 50, 50]  # in this order, first come first served needs four micro-steps of 100
+    branches = [
+        make_branch([index * 100 + i for i in range(size)], [1], rollout_id=f"r{index}", group_id=f"g{index}")
+        for index, size in enumerate(sizes)
+    ]
+    assert [step.num_tokens for step in pack_branches(branches, 100)] == [100, 100, 100]
+
+
 def test_pack_branches_group_that_fits_is_not_split() -> None:
     branches = random_branches(1, num_groups=4, rollouts=3, branches=2)
     largest = max(pack_branches(branches[6 * g : 6 * g + 6], 10_000)[0].num_tokens for g in range(4))
