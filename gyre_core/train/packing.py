@@ -10,7 +10,7 @@ the order of the input. Numpy only, so that a process without torch can pack.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -177,6 +177,21 @@ def check_branch(branch: TrainingBranch) -> None:
     values = np.concatenate([branch.sampler_logprobs[branch.target], branch.weights[branch.target]])
     if not (np.isfinite(values).all() and np.isfinite(branch.advantage)):
         raise ValueError(f"{name} has a non-finite sampler log-prob, weight or advantage")
+
+
+def every_position(branch: TrainingBranch, index: int) -> TrainingBranch:
+    """The same tokens with every position but the first as a target, named by `index`."""
+    length = len(branch.token_ids)
+    return replace(
+        branch,
+        group_id="",
+        rollout_id=f"{index:09d}",
+        branch=index,
+        target=np.arange(length) > 0,
+        sampler_logprobs=np.zeros(length, np.float32),
+        weights=np.zeros(length, np.float32),
+        advantage=0.0,
+    )
 
 
 class _Order:

@@ -1,7 +1,10 @@
 """Checkpoints: training goes on bit for bit; refusals leave what was there."""
 
+import json
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,11 @@ import torch
 
 from gyre_core.config.models import TrainConfig
 from gyre_core.errors import TrainError
+from gyre_core.train.checkpoint_manifest import FORMAT, read_manifest
+from gyre_core.train.megatron import checkpoint
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.packing import pack_branches
-from tests.support.trainers import WIDE_CLIP, train
+from tests.support.trainers import WIDE_CLIP, hf_logprobs, train
 from tests.support.training import random_branches, write_tiny_qwen3
 
 
@@ -50,6 +55,7 @@ def test_checkpoint_resume_in_a_fresh_process_continues_bit_for_bit(tiny, make_t
     # From standard input on purpose: there is no __main__ file that a helper process could import.
     script = f"""
 import sys
+import threading
 from pathlib import Path
 from gyre_core.config.models import TrainConfig
 from gyre_core.train.megatron.backend import MegatronTrainer
@@ -109,11 +115,8 @@ def test_checkpoint_refusals_name_the_folder_and_keep_what_was_there(make_traine
     with pytest.raises(TrainError, match="could not be written"):
         trainer.save_checkpoint(tmp_path / "file" / "one", {})
     foreign = make_trainer(tied[0])
-    with pytest.raises(TrainError, match="could not be read"):
+    with pytest.raises(TrainError, match=r"of another model: \S+ is"):
         foreign.load_checkpoint(tmp_path / "one")
-    (tmp_path / "one" / "metadata.json").unlink()  # what a kill before the end leaves
-    with pytest.raises(TrainError, match=r"no metadata\.json"):
-        trainer.load_checkpoint(tmp_path / "one")
 
 
 def test_trainer_several_one_after_the_other_work_in_one_process(tmp_path) -> None:
@@ -127,3 +130,125 @@ def test_trainer_several_one_after_the_other_work_in_one_process(tmp_path) -> No
         assert not torch.distributed.is_initialized()
     assert np.array_equal(results[0], results[1])
     assert np.array_equal(results[0], results[2])
+
+
+def test_begin_checkpoint_state_may_change_while_it_is_written(make_trainer, tmp_path) -> None:
+    trainer = make_trainer(learning_rate=1e-2, **WIDE_CLIP)
+    train(trainer, random_branches(0), 1)
+    before = trainer.weights_digest()
+    written, go = threading.Event(), threading.Event()
+    real = checkpoint._write
+
+    def slow(*arguments):
+        go.wait(30)
+        done = real(*arguments)
+        written.set()
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_write", slow)
+        pending = trainer.begin_checkpoint(tmp_path / "one", {"n": 1}, policy_version=4)
+        train(trainer, random_branches(1), 1)  # the step goes on
+        assert trainer.weights_digest() != before
+        assert not written.is_set()
+        assert not (tmp_path / "one").exists()  # not there before it is durable
+        go.set()
+        saved = pending.result()
+    assert saved.size_bytes > 0
+    assert trainer.load_checkpoint(tmp_path / "one") == {"n": 1}
+    assert trainer.weights_digest() == before
+    assert read_manifest(tmp_path / "one").policy_version == 4
+
+
+def test_begin_checkpoint_failure_is_told_by_the_wait_and_leaves_nothing(make_trainer, tmp_path) -> None:
+    trainer = make_trainer(**WIDE_CLIP)
+    (tmp_path / "file").write_text("")
+    pending = trainer.begin_checkpoint(tmp_path / "file" / "one", {})
+    with pytest.raises(TrainError, match="could not be written"):
+        pending.result()
+    with pytest.raises(TrainError, match="could not be written"):
+        trainer.finish_checkpoint()
+    assert trainer.finish_checkpoint() is None
+    trainer.save_checkpoint(tmp_path / "two", {})  # and it goes on
+
+
+def test_manifest_says_what_the_folder_holds(make_trainer, tmp_path) -> None:
+    trainer = make_trainer(learning_rate=1e-2, **WIDE_CLIP)
+    train(trainer, random_branches(0), 2)
+    trainer.save_checkpoint(tmp_path / "one", {"run": "r", "groups": ["a"]})
+    manifest = read_manifest(tmp_path / "one")
+    assert (manifest.step, manifest.weights_digest) == (2, trainer.weights_digest())
+    assert manifest.extra == {"run": "r", "groups": ["a"]}
+    assert (manifest.world_size, manifest.tensor_parallel, manifest.format) == (1, 1, FORMAT)
+    assert manifest.model["embedding.word_embeddings.weight"] == (64, 48)
+    files = {path.relative_to(tmp_path / "one").as_posix() for path in (tmp_path / "one").rglob("*") if path.is_file()}
+    assert set(manifest.files) == files - {"gyre.json"}
+    assert manifest.size_bytes == sum((tmp_path / "one" / name).stat().st_size for name in manifest.files)
+
+
+def truncate(folder: Path) -> None:
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = next(folder.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def edit_manifest(folder: Path, **changes) -> None:
+    tree = json.loads((folder / "gyre.json").read_text())
+    (folder / "gyre.json").write_text(json.dumps({**tree, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"is torn: __0_0\.distcp has [\d,]+ bytes of [\d,]+; resume from an older one"),
+        (flip_a_bit, r"is damaged: the checksum of __0_0\.distcp"),
+        (lambda folder: next(folder.glob("*.distcp")).unlink(), r"is torn: __0_0\.distcp is missing"),
+        (lambda folder: (folder / "metadata.json").unlink(), r"is torn: metadata\.json is missing"),
+        (lambda folder: (folder / "gyre.json").write_text("{"), r"is torn: gyre\.json cannot be read"),
+        (lambda folder: edit_manifest(folder, files=None), r"is torn: gyre\.json lacks or garbles a field"),
+        (
+            lambda folder: (folder / "gyre.json").unlink(),
+            r"is not Gyre's: it has Megatron's metadata\.json",
+        ),
+        (
+            lambda folder: edit_manifest(folder, format=FORMAT + 1),
+            r"has format 2, this Gyre reads 1.* or a newer one",
+        ),
+        (shutil.rmtree, r"is not a complete checkpoint \(no gyre\.json\); resume from an older one"),
+    ],
+)
+def test_load_checkpoint_torn_foreign_or_newer_is_refused_and_changes_nothing(
+    damage, message, make_trainer, tmp_path
+) -> None:
+    trainer = make_trainer(learning_rate=1e-2, **WIDE_CLIP)
+    trainer.save_checkpoint(tmp_path / "one", {})
+    train(trainer, random_branches(0), 1)
+    before = trainer.weights_digest()
+    damage(tmp_path / "one")
+    with pytest.raises(TrainError, match=message):
+        trainer.load_checkpoint(tmp_path / "one")
+    assert (trainer.weights_digest(), trainer.step) == (before, 1)
+
+
+def test_save_hf_whole_or_absent_and_loadable_by_transformers(make_trainer, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = make_trainer(learning_rate=1e-2, **WIDE_CLIP)
+    branches = random_branches(2)
+    train(trainer, branches, 1)
+    trainer.save_hf(tmp_path / "version-00001")
+    assert [path.name for path in tmp_path.iterdir()] == ["version-00001"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "version-00001").float()
+    expected = hf_logprobs(loaded, branches[0].token_ids)
+    assert np.abs(trainer.logprobs(branches[:1])[0][1:] - expected).max() < 2e-5
+    with pytest.raises(TrainError, match="exists already"):
+        trainer.save_hf(tmp_path / "version-00001")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainError, match="could not be written"):
+        trainer.save_hf(tmp_path / "file" / "x")

@@ -5,10 +5,12 @@ non-finite loss or gradient is a TrainError raised before weights or optimizer s
 dropped; equal inputs give equal bits on CPU; learning rate 0 leaves the weights bit-identical.
 """
 
+import contextlib
 import json
+import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,16 @@ from torch import Tensor
 
 from gyre_core.config.models import TrainConfig
 from gyre_core.errors import TrainError
+from gyre_core.train.checkpoint_manifest import CheckpointManifest
 from gyre_core.train.megatron import cpu, groups
-from gyre_core.train.packing import PackedMicroStep, pack_branches
+from gyre_core.train.packing import PackedMicroStep, every_position, pack_branches
 from gyre_core.train.stats import MicroStepStats, StateDifference, StepStats
 from gyre_core.types import TrainingBranch
 
 cpu.install()  # before megatron's modules read torch.cuda
 
 from megatron.core import __version__ as megatron_version  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -36,6 +40,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 
 from gyre_core.train import loss as losses  # noqa: E402
 from gyre_core.train.megatron import checkpoint, hf  # noqa: E402
+from gyre_core.train.megatron.difference import different_bits, largest_difference  # noqa: E402
 from gyre_core.train.megatron.model import Forest, TreeGPTModel, forest_of  # noqa: E402
 
 _ADAM_EPS = 1e-8  # torch's and Megatron's default
@@ -66,6 +71,7 @@ class MegatronTrainer:
             raise
         self.step = 0  # optimizer steps done since the loaded Hugging Face checkpoint
         self._micro_steps = 0  # accumulated since the last optimizer step
+        self._saving: checkpoint.PendingSave | None = None
 
     def _build(self, weights: dict[str, Tensor]) -> None:
         megatron_config = hf.transformer_config(self.hf_model, recompute=self.config.recompute)
@@ -214,7 +220,7 @@ class MegatronTrainer:
         """
         self._use_threads()
         out = [np.zeros(len(branch.token_ids), np.float32) for branch in branches]
-        asked = [_every_position(branch, index) for index, branch in enumerate(branches) if len(branch.token_ids) > 1]
+        asked = [every_position(branch, index) for index, branch in enumerate(branches) if len(branch.token_ids) > 1]
         budget = max([self.config.micro_step_tokens, *(len(branch.token_ids) for branch in asked)])
         for packed in pack_branches(asked, budget, share_prefixes=share_prefixes):
             with torch.no_grad():
@@ -232,8 +238,20 @@ class MegatronTrainer:
         yield from hf.to_hf(self.model.named_parameters(), self.hf_model)
 
     def save_hf(self, folder: Path) -> None:
-        """Write a Hugging Face checkpoint folder, with the config and tokenizer of the one that was loaded."""
-        hf.write_hf(self.export_hf(), self.hf_path, folder)
+        """Write a Hugging Face checkpoint folder, with the config and tokenizer of the one that was loaded.
+
+        Nothing stands at `folder` unless it is whole. Raises TrainError when the folder exists or the disk refuses.
+        """
+        if folder.exists():
+            raise TrainError(f"{folder} exists already; exports are never overwritten")
+        partial = folder.with_name(folder.name + ".partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that died while writing
+            hf.write_hf(self.export_hf(), self.hf_path, partial)
+            os.replace(partial, folder)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise TrainError(f"{folder} could not be written: {error}") from error
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the accumulated, undivided gradients by megatron-core name."""
@@ -247,23 +265,47 @@ class MegatronTrainer:
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write weights, AdamW state, step, rng and `extra` (plain JSON data) to a new folder, all or nothing.
+    def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> checkpoint.SavedCheckpoint:
+        """`begin_checkpoint`, and wait until it is durable."""
+        return self.begin_checkpoint(folder, extra).result()
+
+    def begin_checkpoint(self, folder: Path, extra: dict[str, Any], policy_version: int = -1) -> checkpoint.PendingSave:
+        """Begin to write weights, AdamW state, step, rng and `extra` (plain JSON data) to a new folder, all or nothing.
+
+        Returns when the trainer may go on; the folder is there once `result` of what is returned has come back. An
+        earlier one is waited for, so at most one copy of the state is in memory.
 
         Raises TrainError when the folder exists, the disk refuses, or a step is half accumulated.
         """
         if self._micro_steps:
             raise TrainError("a checkpoint in the middle of a step would lose its gradients; step or reset first")
+        self.finish_checkpoint()
         state = self._sharded_state(loading=False)
         state["gyre"] = {"step": self.step, "extra": json.dumps(extra), "rng": torch.get_rng_state()}
-        checkpoint.save(state, folder)
+        manifest = CheckpointManifest(
+            step=self.step,
+            policy_version=policy_version,
+            weights_digest=self.weights_digest(),
+            model=checkpoint.model_layout(state["model"]),
+            world_size=torch.distributed.get_world_size(),
+            tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
+            back_end=self.back_end(),
+            extra=extra,
+        )
+        self._saving = checkpoint.begin_save(state, folder, manifest)
+        return self._saving
+
+    def finish_checkpoint(self) -> checkpoint.SavedCheckpoint | None:
+        """Wait for the checkpoint that was begun last, if its end was not waited for; TrainError when it failed."""
+        saving, self._saving = self._saving, None
+        return saving.result() if saving is not None else None
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote and return its `extra`; training goes on bit for bit (on CPU).
 
-        Learning rate, decay and betas are the configuration's, not the checkpoint's. Raises TrainError for a missing,
-        incomplete or foreign checkpoint. Tensors are read in place: after a failure that is not "missing" or
-        "incomplete", load another checkpoint or build a new trainer.
+        Learning rate, decay and betas are the configuration's, not the checkpoint's. Raises TrainError for a checkpoint
+        that is missing, unfinished, torn, damaged, newer, not Gyre's or of another model; then nothing has changed.
+        Tensors are read in place: after any other failure load another checkpoint or build a new trainer.
         """
         self.reset_gradients()
         state = checkpoint.load(self._sharded_state(loading=True), folder)
@@ -295,10 +337,10 @@ class MegatronTrainer:
             digest=digest,
             checkpoint_digest=self.weights_digest(),
             num_weights=len(weights),
-            different_weights=_different(mine, weights),
-            max_abs_weights=_max_abs(mine, weights),
-            different_moments=_different(my_moments, moments),
-            max_abs_moments=_max_abs(my_moments, moments),
+            different_weights=different_bits(mine, weights),
+            max_abs_weights=largest_difference(mine, weights),
+            different_moments=different_bits(my_moments, moments),
+            max_abs_moments=largest_difference(my_moments, moments),
         )
 
     def back_end(self) -> dict[str, Any]:
@@ -314,9 +356,14 @@ class MegatronTrainer:
         }
 
     def close(self) -> None:
-        """Free the process groups; the trainer is unusable afterwards. Calling it twice is harmless."""
+        """Free the process groups; the trainer is unusable afterwards. Calling it twice is harmless.
+
+        A checkpoint that is being written is finished first; that it failed is told by its own `result` alone.
+        """
         if not self._closed:
             self._closed = True
+            with contextlib.suppress(TrainError):
+                self.finish_checkpoint()
             groups.close_groups()
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -407,37 +454,5 @@ class MegatronTrainer:
             torch.set_num_threads(self._threads)
 
 
-def _different(first: dict[str, Tensor], second: dict[str, Tensor]) -> tuple[str, ...]:
-    """Names whose tensors differ in a bit."""
-    names = sorted(first.keys() | second.keys())
-    return tuple(
-        name
-        for name in names
-        if name not in first
-        or name not in second
-        or not torch.equal(first[name].contiguous().view(torch.uint8), second[name].contiguous().view(torch.uint8))
-    )
-
-
-def _max_abs(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    shared = first.keys() & second.keys()
-    return max((float((first[name].double() - second[name].double()).abs().max()) for name in shared), default=0.0)
-
-
 def _main_grad(parameter: Any) -> Tensor:
     return parameter.main_grad  # Megatron's fp32 accumulator
-
-
-def _every_position(branch: TrainingBranch, index: int) -> TrainingBranch:
-    """The same tokens with every position but the first as a target, named by its place in the caller's list."""
-    length = len(branch.token_ids)
-    return replace(
-        branch,
-        group_id="",
-        rollout_id=f"{index:09d}",
-        branch=index,
-        target=np.arange(length) > 0,
-        sampler_logprobs=np.zeros(length, np.float32),
-        weights=np.zeros(length, np.float32),
-        advantage=0.0,
-    )
