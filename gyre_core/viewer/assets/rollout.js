@@ -167,9 +167,9 @@ class RolloutPage {
     const pick = (value) => () => this.showBranch(this.branch === value ? null : value);
     this.branchButtons = branches.map((one) => h("button", { type: "button", class: "branch", "aria-pressed": "false", on: { click: pick(one.branch) } },
       h("b", {}, "b" + one.branch), h("span", { class: "dot r" + one.role }), this.head.roles[one.role],
-      h("span", { class: "num" }, `${short(one.targets)} of ${short(one.tokens)} trained`)));
+      h("span", { class: "num", title: `${count(one.targets)} of its ${count(one.tokens)} tokens are trained` }, `${short(one.targets)} / ${short(one.tokens)}`)));
     return panel("Trained branches", h("div", { class: "branches" }, this.branchButtons),
-      h("p", { class: "soft" }, `each token trained at most once; loss weights sum to ${this.head.totals.weight.toFixed(3)}`));
+      h("p", { class: "soft" }, `trained / all tokens; each is trained at most once, loss weights sum to ${this.head.totals.weight.toFixed(3)}`));
   }
 
   showBranch(branch) {
