@@ -139,6 +139,15 @@ CLIP_RANGES: dict[str, tuple[float, float]] = {
 }
 
 
+_REFUSED_PARALLELISM = {
+    "pipeline_parallel": "micro-steps are forests of unequal shape, and Megatron's pipeline passes tensors of one "
+    "shape between stages; use train.tensor_parallel, or more cells",
+    "expert_parallel": "experts are exchanged along the sequence, which tree packing does not split; use more cells",
+    "context_parallel": "tree packing needs all ancestors of a token in one process, and context parallelism cuts the "
+    "sequence at places that know no tree; lower train.micro_step_tokens or set train.recompute",
+}
+
+
 class TrainConfig(Section):
     """Loss and optimizer."""
 
@@ -159,11 +168,22 @@ class TrainConfig(Section):
     micro_step_tokens: Positive = 16384  # packed tokens of one micro-step
     share_prefixes: bool = True  # compute what branches of a micro-step share once; false: each branch by itself
     recompute: bool = False  # recompute activations in the backward pass
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; sums and the optimizer stay fp32
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # processes of a cell that share one copy of the weights
+    data_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # such copies in a cell, each with micro-steps of its own
+    pipeline_parallel: int = 1  # these three are refused: see _check
+    expert_parallel: int = 1
+    context_parallel: int = 1
     keep_checkpoints: Positive = 2  # every committed step has one; older ones are removed
+    keep_every: Annotated[int, Field(ge=0)] = 0  # of the older ones, keep those of every N-th step; 0: none
+    export_every: Annotated[int, Field(ge=0)] = 0  # steps between Hugging Face exports into the run folder; 0: none
     threads: Annotated[int, Field(ge=0)] = 0  # CPU threads of the trainer, 0 = all cores
 
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
+        for name, reason in _REFUSED_PARALLELISM.items():
+            if getattr(self, name) != 1:
+                raise ValueError(f"train.{name} must be 1: {reason}")
         if self.loss == "policy_gradient" and not (self.clip_low is None and self.clip_high is None):
             raise ValueError(
                 'train.loss = "policy_gradient" has no ratio to clip: remove train.clip_low and train.clip_high, or '

@@ -60,7 +60,7 @@ def test_export_hf_after_training_gives_transformers_the_trainers_model(tiny, ma
         ('"use_sliding_window": false->"use_sliding_window": true', "use_sliding_window"),
         ('"intermediate_size": 80,->', "lacks 'intermediate_size'"),
         ('"num_hidden_layers": 2->"num_hidden_layers": 3', "lacks the tensor model.layers.2"),
-        ('"num_hidden_layers": 2->"num_hidden_layers": 1', "tensors that a Qwen3 model does not"),
+        ('"num_hidden_layers": 2->"num_hidden_layers": 1', "tensors that a qwen3 model of its config does not"),
     ],
 )
 def test_trainer_unsupported_checkpoint_is_a_config_error(edit, message, tiny, make_trainer, tmp_path) -> None:

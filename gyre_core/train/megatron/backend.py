@@ -22,6 +22,7 @@ from torch import Tensor
 from gyre_core.config.models import TrainConfig
 from gyre_core.errors import TrainError
 from gyre_core.train.checkpoint_manifest import CheckpointManifest
+from gyre_core.train.flops import model_cost
 from gyre_core.train.megatron import cpu, groups
 from gyre_core.train.packing import PackedMicroStep, every_position, pack_branches
 from gyre_core.train.stats import MicroStepStats, StateDifference, StepStats
@@ -39,7 +40,7 @@ from megatron.core.distributed import (  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 
 from gyre_core.train import loss as losses  # noqa: E402
-from gyre_core.train.megatron import checkpoint, hf  # noqa: E402
+from gyre_core.train.megatron import architecture, checkpoint, hf, ranks  # noqa: E402
 from gyre_core.train.megatron.difference import different_bits, largest_difference  # noqa: E402
 from gyre_core.train.megatron.model import Forest, TreeGPTModel, forest_of  # noqa: E402
 
@@ -56,12 +57,13 @@ class MegatronTrainer:
         """Load a Hugging Face checkpoint folder; ConfigError when this back end cannot train it."""
         self.config = config
         self.hf_path = hf_path
-        self.hf_model = hf.read_hf_config(hf_path)
+        self.hf_model = architecture.read_hf_config(hf_path)
+        architecture.check_tensor_parallel(self.hf_model, config.tensor_parallel)
         weights = hf.to_megatron(hf.load_hf_tensors(hf_path), self.hf_model)
         self.device = torch.device("cuda", torch.cuda.current_device()) if not cpu.ON_CPU else torch.device("cpu")
         self._threads = config.threads or torch.get_num_threads()
         self._closed = False
-        groups.open_groups(seed)
+        groups.open_groups(seed, config.tensor_parallel)
         try:
             self._use_threads()
             self._build(weights)
@@ -74,20 +76,25 @@ class MegatronTrainer:
         self._saving: checkpoint.PendingSave | None = None
 
     def _build(self, weights: dict[str, Tensor]) -> None:
-        megatron_config = hf.transformer_config(self.hf_model, recompute=self.config.recompute)
+        train = self.config
+        megatron_config = architecture.transformer_config(
+            self.hf_model, recompute=train.recompute, dtype=train.dtype, tensor_parallel=train.tensor_parallel
+        )
         self.model = TreeGPTModel(megatron_config, self.hf_model)
         parameters = dict(self.model.named_parameters())
         assert parameters.keys() == weights.keys(), sorted(parameters.keys() ^ weights.keys())
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(weights[name])
-        self.model.to(self.device)
+                parameter.copy_(hf.shard(name, weights[name], ranks.tensor_rank(), ranks.tensor_ranks()))
+        self.model.to(self.device, architecture.DTYPES[train.dtype])  # norms are built in fp32
         self._ddp = DistributedDataParallel(
             megatron_config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model
         )
         self._ddp.broadcast_params()
         optimizer_config = OptimizerConfig(
             optimizer="adam",
+            bf16=self.config.dtype == "bfloat16",  # then the optimizer steps fp32 copies of the weights
+            params_dtype=architecture.DTYPES[self.config.dtype],
             lr=self.config.learning_rate,
             weight_decay=self.config.weight_decay,
             adam_beta1=self.config.adam_beta1,
@@ -123,7 +130,8 @@ class MegatronTrainer:
                 self._refuse(packed, f"its loss is {loss}")
             terms.loss.backward()
         self._micro_steps += 1
-        if not all(bool(torch.isfinite(buffer.sum())) for buffer in self._gradient_buffers()):
+        finite = all(bool(torch.isfinite(buffer.sum())) for buffer in self._gradient_buffers())
+        if not ranks.all_agree(finite, self.device):
             self._refuse(packed, "its gradient is not finite")
         apart = (logprobs.detach() - sampler).abs()
         ratios = terms.unit_ratios
@@ -143,6 +151,7 @@ class MegatronTrainer:
             ratio_max=ratios.max().item(),
             sampler_trainer_max_abs=apart.max().item(),
             sampler_trainer_mean_abs=apart.mean().item(),
+            flops=model_cost(self.hf_model).flops(packed).total,
             duration_s=time.perf_counter() - started,
         )
 
@@ -158,16 +167,18 @@ class MegatronTrainer:
         self._use_threads()
         if num_rollouts < 1:
             raise ValueError(f"an optimizer step needs at least one included rollout, got {num_rollouts}")
-        if self._micro_steps == 0:
+        num_micro_steps = round(ranks.sum_over_all(self._micro_steps, self.device) / ranks.tensor_ranks())
+        if num_micro_steps == 0:
             raise TrainError("optimizer step refused: no micro-step since the last one, or its gradients were dropped")
         finalize_model_grads([self._ddp])  # also sums replicated norms over tensor-parallel ranks: never skip
         squares = 0.0
         for buffer in self._gradient_buffers():
             buffer.mul_(1.0 / num_rollouts)
             squares += float(torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2
-        if not np.isfinite(squares):
+        if not np.isfinite(ranks.sum_over_all(squares, self.device)):
             self.reset_gradients()
             raise TrainError(f"optimizer step {self.step + 1} refused: the gradient is not finite; gradients dropped")
+        gradients_s = time.perf_counter() - started
         rate = self.config.learning_rate if learning_rate is None else learning_rate
         for part in self._optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
@@ -175,9 +186,8 @@ class MegatronTrainer:
         with cpu.cuda_literals():
             outcome: Any = self._optimizer.step()
         succeeded, grad_norm, _ = outcome
-        assert succeeded, "fp32 steps always succeed"
+        assert succeeded, "without a loss scale every step succeeds"
         self.step += 1
-        num_micro_steps = self._micro_steps
         self.reset_gradients()
         return StepStats(
             step=self.step,
@@ -185,6 +195,7 @@ class MegatronTrainer:
             num_micro_steps=num_micro_steps,
             grad_norm=float(grad_norm),
             learning_rate=rate,
+            gradients_s=gradients_s,
             duration_s=time.perf_counter() - started,
         )
 
@@ -234,8 +245,12 @@ class MegatronTrainer:
     # -- weights and state -----------------------------------------------------------------------------------------
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under Hugging Face names, one tensor at a time, as float32 copies."""
-        yield from hf.to_hf(self.model.named_parameters(), self.hf_model)
+        """The weights under Hugging Face names, one tensor at a time, as copies in the model's own dtype."""
+        yield from hf.to_hf(self._full_weights(), self.hf_model)
+
+    def export_hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The accumulated, undivided gradients under Hugging Face names, fp32."""
+        yield from hf.to_hf(self.gradients().items(), self.hf_model)
 
     def save_hf(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint folder, with the config and tokenizer of the one that was loaded.
@@ -254,15 +269,26 @@ class MegatronTrainer:
             raise TrainError(f"{folder} could not be written: {error}") from error
 
     def gradients(self) -> dict[str, Tensor]:
-        """Copies of the accumulated, undivided gradients by megatron-core name."""
-        return {name: _main_grad(parameter).clone() for name, parameter in self.model.named_parameters()}
+        """Copies of the accumulated, undivided gradients by megatron-core name, whole and summed over all ranks."""
+        return {
+            name: ranks.full_gradient(name, _main_grad(parameter)) for name, parameter in self.model.named_parameters()
+        }
+
+    def master_weights(self) -> list[Tensor]:
+        """What the optimizer steps: the weights themselves, or with bfloat16 their fp32 copies; not copied."""
+        return [
+            parameter
+            for part in self._optimizer.chained_optimizers
+            for group in part.optimizer.param_groups
+            for parameter in group["params"]
+        ]
 
     def weights_digest(self) -> str:
         """Hex xxh3-128 over all weights in name order: equal digests mean equal bits."""
         digest = xxhash.xxh3_128()
-        for name, parameter in sorted(self.model.named_parameters()):
+        for name, tensor in sorted(self._full_weights(), key=lambda pair: pair[0]):
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> checkpoint.SavedCheckpoint:
@@ -312,7 +338,8 @@ class MegatronTrainer:
         try:
             gyre = state["gyre"]
             # Megatron leaves out the step of an optimizer that has not stepped, and then cannot load that.
-            state["optimizer"]["state"].setdefault("common_step", torch.tensor(0.0))
+            inner = state["optimizer"].get("optimizer", state["optimizer"])  # with bf16 beside the fp32 copies
+            inner["state"].setdefault("common_step", torch.tensor(0.0))
             self.model.load_state_dict(state["model"], strict=False)
             with torch.no_grad(), cpu.cuda_literals():
                 self._optimizer.load_state_dict(state["optimizer"])
@@ -418,6 +445,10 @@ class MegatronTrainer:
             for index, state in enumerate(chained.optimizer.state.values()):
                 found.update({f"{part}.{index}.{name}": state[name] for name in ("exp_avg", "exp_avg_sq")})
         return found
+
+    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, ranks.full_tensor(name, parameter)
 
     def _gradient_buffers(self) -> list[Tensor]:
         ddp: Any = self._ddp  # `buffers` hides torch's method of that name

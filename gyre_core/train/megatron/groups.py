@@ -7,6 +7,7 @@ after the other or side by side, share the groups; the last one to close tears d
 
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,12 @@ _users = 0
 _opened_world = False
 
 
-def open_groups(seed: int) -> None:
-    """Initialise torch.distributed (gloo, or nccl with CUDA) and Megatron's groups, unless they are."""
+def open_groups(seed: int, num_tensor_ranks: int = 1) -> None:
+    """Initialise torch.distributed (gloo, or nccl with CUDA) and Megatron's groups, unless they are.
+
+    The world's processes are split into groups of `num_tensor_ranks`; those groups are data-parallel replicas. Raises
+    ValueError when the world does not divide, or groups of another layout are open.
+    """
     global _users, _opened_world
     cpu.install()
     from megatron.core import parallel_state, tensor_parallel
@@ -29,7 +34,15 @@ def open_groups(seed: int) -> None:
     try:
         if not dist.is_initialized():
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            if "GYRE_TRAINER_STORE" in os.environ:  # a rank of ParallelTrainer: they meet in a file
+                dist.init_process_group(
+                    backend,
+                    init_method=Path(os.environ["GYRE_TRAINER_STORE"]).as_uri(),
+                    rank=int(os.environ["RANK"]),
+                    world_size=int(os.environ["WORLD_SIZE"]),
+                    timeout=_TIMEOUT,
+                )
+            elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
                 if torch.cuda.is_available():
                     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
                 dist.init_process_group(backend, timeout=_TIMEOUT)
@@ -37,8 +50,15 @@ def open_groups(seed: int) -> None:
                 store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
                 dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_TIMEOUT)
             _opened_world = True
+        if dist.get_world_size() % num_tensor_ranks:
+            raise ValueError(
+                f"train.tensor_parallel = {num_tensor_ranks} does not divide the trainer's {dist.get_world_size()} "
+                "process(es): gyre_core.train.parallel.open_trainer starts them"
+            )
         if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=num_tensor_ranks)
+        elif parallel_state.get_tensor_model_parallel_world_size() != num_tensor_ranks:
+            raise ValueError("another trainer of this process has another train.tensor_parallel")
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     except BaseException:
         close_groups()

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from gyre_core.train.megatron.architecture import HfModel, rotary_frequencies
 from gyre_core.train.megatron.attention import (
     ForestCell,
     SegmentLayout,
@@ -22,8 +25,12 @@ from gyre_core.train.megatron.attention import (
     flex_block_mask,
     segment_layout,
 )
-from gyre_core.train.megatron.hf import HfModel
+from gyre_core.train.megatron.ranks import tensor_group, tensor_rank
 from gyre_core.train.packing import PackedMicroStep
+
+# megatron-core 0.16.1 forgets this name where Transformer Engine is missing; None makes its router use torch.
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
 
 # Logits held at once. 2**25 fp32 values are 128 MiB: 220 positions of a 152k vocabulary, all of a tiny one's.
 _CHUNK_LOGITS = 1 << 25
@@ -66,8 +73,9 @@ class TreeGPTModel(GPTModel):
     """Megatron's GPTModel over a forest. Only public parts of it are called: embedding, decoder, output weight."""
 
     def __init__(self, config: TransformerConfig, model: HfModel) -> None:
-        spec: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-        spec.submodules.self_attention.submodules.core_attention = TreeCoreAttention
+        spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = TreeCoreAttention
         super().__init__(
             config,
             spec,
@@ -77,8 +85,7 @@ class TreeGPTModel(GPTModel):
             share_embeddings_and_output_weights=model.tied_embeddings,
             parallel_output=True,
         )
-        exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim
-        self.inv_freq = 1.0 / (model.rope_theta**exponents)
+        self.inv_freq = rotary_frequencies(model)
         self.cell = ForestCell()
         for module in self.modules():
             if isinstance(module, TreeCoreAttention):
@@ -89,10 +96,12 @@ class TreeGPTModel(GPTModel):
         hidden = self.hidden_states(forest)
         return HeadLogProbs.apply(
             hidden.index_select(0, forest.head_source).float(),
-            self.output_weight(),
+            self.output_weight().float(),
             forest.head_temperature,
             forest.row_head,
             forest.row_token,
+            tensor_rank() * len(self.output_weight()),
+            tensor_group(),
         )
 
     def hidden_states(self, forest: Forest) -> Tensor:
@@ -119,18 +128,40 @@ class HeadLogProbs(torch.autograd.Function):
     """hidden [H, width], weight [V, width], temperatures [H] -> [R] log softmax(hidden W^T / T)[row_head, row_token].
 
     Works through chunks of heads and recomputes their logits in the backward pass, so memory is one chunk of logits
-    whatever H is. fp32 inside. One tensor-parallel rank holds the whole vocabulary.
+    whatever H is. fp32 inside. Tensor-parallel ranks hold consecutive parts of the vocabulary, the first one's id in
+    `first`: maxima, sums and the target's logit are reduced over them, never the logits.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, temperature: Tensor, head: Tensor, token: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        temperature: Tensor,
+        head: Tensor,
+        token: Tensor,
+        first: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
         logprobs = hidden.new_empty(len(head))
         lse = hidden.new_empty(len(hidden))
         for start, stop, rows in _chunks(len(hidden), len(weight), head):
             logits = _logits(hidden[start:stop], weight, temperature[start:stop])
-            lse[start:stop] = torch.logsumexp(logits, -1)
-            logprobs[rows] = logits[head[rows] - start, token[rows]] - lse[head[rows]]
+            if group is None:
+                lse[start:stop] = torch.logsumexp(logits, -1)
+                logprobs[rows] = logits[head[rows] - start, token[rows]] - lse[head[rows]]
+            else:
+                top = logits.max(-1).values
+                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+                total = (logits - top[:, None]).exp_().sum(-1)
+                dist.all_reduce(total, group=group)
+                lse[start:stop] = total.log_() + top
+                at, mine = _local(token[rows], first, len(weight))
+                chosen = logits[head[rows] - start, at].masked_fill(~mine, 0.0)
+                dist.all_reduce(chosen, group=group)
+                logprobs[rows] = chosen - lse[head[rows]]
         ctx.save_for_backward(hidden, weight, temperature, head, token, lse)
+        ctx.first, ctx.group = first, group
         return logprobs
 
     @staticmethod
@@ -144,11 +175,20 @@ class HeadLogProbs(torch.autograd.Function):
             logits = _logits(hidden[start:stop], weight, temperature[start:stop])
             # d logprob / d logits = onehot - softmax
             logits.sub_(lse[start:stop, None]).exp_().mul_(-head_grad[start:stop, None])
-            logits.index_put_((head[rows] - start, token[rows]), grad[rows], accumulate=True)
+            at, mine = _local(token[rows], ctx.first, len(weight))
+            logits.index_put_((head[rows] - start, at), grad[rows].masked_fill(~mine, 0.0), accumulate=True)
             logits.div_(temperature[start:stop, None])
             grad_hidden[start:stop] = logits @ weight
             grad_weight.addmm_(logits.t(), hidden[start:stop])
-        return grad_hidden, grad_weight, None, None, None
+        if ctx.group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.group)  # each rank's part of the vocabulary pulls on it
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _local(token: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Places in this rank's part of the vocabulary (0 where the token is another's), and which are here."""
+    mine = (token >= first) & (token < first + size)
+    return (token - first).masked_fill(~mine, 0), mine
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
