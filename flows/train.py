@@ -69,8 +69,10 @@ def train_step(run: RunContext, step: int) -> StepRecord:
     rebalance_cells(run, label, **counters, ready_groups=len(groups), untrained_groups=len(groups))
     trained = stream_train(run, label, Box(groups))
     run.progress.begin(f"step {label}: publishing")
-    published = publish_weights(run, label)
-    record = commit_step(run, label, Box(groups), trained, published, rollout_s).value
+    published = publish_weights(run, label, trained)
+    record = commit_step(
+        run, label, Box(groups), trained, published, rollout_s=rollout_s, step_s=time.monotonic() - started
+    ).value
     rebalance_cells(run, label, **counters, ready_groups=0, untrained_groups=0)
     report_step(run, record)
     every = run.config.evaluate.every

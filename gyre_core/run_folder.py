@@ -3,7 +3,8 @@
     runs/<run>/run.json          identity and configuration, written once
     runs/<run>/owner.lock        held (flock) by the one process that runs it; says who
     runs/<run>/store/            trajectories, grades, steps (unless store.url points elsewhere)
-    runs/<run>/checkpoints/      step-00003/ ...
+    runs/<run>/checkpoints/      version-00003/ ...
+    runs/<run>/exports/          version-00010/ ...: Hugging Face folders (train.export_every)
     runs/<run>/logs/ work/ journal/ tensorboard/ metrics.jsonl
     runs/prefect/                the Prefect database that all runs of this folder share
 
@@ -37,6 +38,7 @@ class RunFolder:
         self.run_id = path.name
         self.store_url = str(path / "store")
         self.checkpoints = path / "checkpoints"
+        self.exports = path / "exports"
         self.logs = path / "logs"
         self.work = path / "work"
         self.journal = path / "journal"

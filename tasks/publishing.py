@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from gyre_core.replay.section import REPLAY, replay_section
 from gyre_core.store import StepRecord
+from gyre_core.train.accounting import phase_seconds
 from tasks.context import Box, RunContext
 from tasks.training import TrainedStep
 from tasks.trajectories import CompleteGroup
@@ -20,23 +21,38 @@ def checkpoint_path(run: RunContext, policy_version: int) -> Path:
     return run.folder.checkpoints / f"version-{policy_version:05d}"
 
 
-@task(name="publish_weights", task_run_name="step {step_label} / publish", cache_policy=NO_CACHE)
-def publish_weights(run: RunContext, step_label: int) -> Box[dict[str, Any]]:
-    """Save the trainer's state, then bring its weights into the engine and verify them by checksum.
+def export_path(run: RunContext, policy_version: int) -> Path:
+    """Where the Hugging Face export of a policy version lies."""
+    return run.folder.exports / f"version-{policy_version:05d}"
 
-    The checkpoint comes first: once the step is committed, a resumed run must find the state that the commit names. A
-    folder of that name is the leftover of a process that died before its commit, and is replaced.
+
+@task(name="publish_weights", task_run_name="step {step_label} / publish", cache_policy=NO_CACHE)
+def publish_weights(run: RunContext, step_label: int, trained: Box[TrainedStep]) -> Box[dict[str, Any]]:
+    """Save the trainer's state, and meanwhile bring its weights into the engine and verify them by checksum.
+
+    The checkpoint is begun first and waited for last: the files are written while the weights are published (and
+    exported), and this task ends, so that the step can be committed, only when they are durable. Once the step is
+    committed, a resumed run must find the state that the commit names. Folders of these names are leftovers of a
+    process that died before its commit, and are replaced.
     """
     started = time.monotonic()
+    cell = run.services.cell
     path = checkpoint_path(run, run.cell_version)
-    if path.exists():
-        shutil.rmtree(path)
-    saved = run.services.cell.save_checkpoint(str(path), {"run": run.folder.run_id, "step": step_label - 1})
-    published = run.services.cell.publish()
+    _remove_leftovers(path)
+    saved = cell.save_checkpoint(str(path), _frontier(run, step_label, trained.value))
+    published = cell.publish()
+    export = export_path(run, run.cell_version) if _is_due(run.cell_version, run.config.train.export_every) else None
+    if export is not None:
+        _remove_leftovers(export)
+        cell.export_hf(str(export))
+    written = cell.finish_checkpoint()
     return Box(
         {
             "checkpoint": path.name,
-            "checkpoint_s": saved["seconds"],
+            "checkpoint_s": saved["seconds"] + written["seconds"],  # what the step stood still for
+            "checkpoint_write_s": written["write_s"],
+            "checkpoint_bytes": written["bytes"],
+            "export": str(export.relative_to(run.folder.path)) if export is not None else "",
             "weights_after": saved.get("weights_digest", ""),
             "back_end": saved.get("back_end", {}),
             "publish": published,
@@ -53,8 +69,12 @@ def commit_step(
     trained: Box[TrainedStep],
     published: Box[dict[str, Any]],
     rollout_s: float,
+    step_s: float,
 ) -> Box[StepRecord]:
-    """Record the step in the store: from here on it counts, and a resumed run goes on after it."""
+    """Record the step in the store: from here on it counts, and a resumed run goes on after it.
+
+    `rollout_s` and `step_s` are what its rollouts took, and all of it until this commit.
+    """
     step = step_label - 1
     result = trained.value
     outcomes: dict[str, int] = {}
@@ -65,6 +85,11 @@ def commit_step(
         rollouts_dropped.update(group.rollouts_dropped)
     rewards = [reward for group in groups.value for reward in group.rewards]
     report = published.value
+    seconds = {
+        **result.stats,
+        "checkpoint_s": report["checkpoint_s"],
+        "publication_s": report["publish_s"] - report["checkpoint_s"],
+    }
     record = StepRecord(
         step=step,
         version_before=run.policy_version,
@@ -86,12 +111,16 @@ def commit_step(
             "staleness_max": max((group.staleness_max for group in groups.value), default=0),
             "rollout_s": rollout_s,
             "publish_s": report["publish_s"],
-            "checkpoint_s": report["checkpoint_s"],
+            **phase_seconds(seconds, step_s=step_s),
+            "step_s": step_s,
+            "checkpoint_write_s": report["checkpoint_write_s"],
+            "checkpoint_bytes": report["checkpoint_bytes"],
         },
         checkpoint=report["checkpoint"],
         extra={
             "groups": {group.group_id: group.commit_seq for group in groups.value},
             "publish": report["publish"],
+            "export": report["export"],
             "decisions": run.decisions,
             "workspaces": {
                 "kept": sum(group.workspaces_kept for group in groups.value),
@@ -114,9 +143,34 @@ def commit_step(
 
 
 def _prune_checkpoints(run: RunContext) -> None:
-    """Keep the newest checkpoints that committed steps name."""
-    named = [str(commit.record["checkpoint"]) for commit in run.store.commits("step")]
-    keep = set(named[-run.config.train.keep_checkpoints :])
+    """Keep the newest checkpoints that committed steps name, and those of every `keep_every`-th version."""
+    train = run.config.train
+    steps = [commit.record for commit in run.store.commits("step")]
+    keep = {str(record["checkpoint"]) for record in steps[-train.keep_checkpoints :]}
+    keep |= {str(record["checkpoint"]) for record in steps if _is_due(int(record["version_after"]), train.keep_every)}
     for path in sorted(run.folder.checkpoints.glob("version-*")):
         if path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_due(policy_version: int, every: int) -> bool:
+    return every > 0 and policy_version % every == 0
+
+
+def _remove_leftovers(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _frontier(run: RunContext, step_label: int, trained: TrainedStep) -> dict[str, Any]:
+    """What of the run's data this state has consumed: the step's groups, on top of the checkpoint before."""
+    return {
+        "run": run.folder.run_id,
+        "step": step_label - 1,
+        "version_before": run.policy_version,
+        "seed": run.config.seed,
+        "groups_trained": list(trained.groups_trained),
+        "groups_dropped": dict(trained.groups_dropped),
+        "rollouts": trained.num_rollouts,
+        "micro_steps": len(trained.micro_steps),
+    }

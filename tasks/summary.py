@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gyre_core.store import StepRecord
+from gyre_core.train.accounting import flops_per_s, phase_shares
 from gyre_core.types import Outcome
 from tasks.context import RunContext
 from tasks.pages import show_rollouts
@@ -83,7 +84,10 @@ def report_step(run: RunContext, record: StepRecord) -> None:
             "train/clipped_tokens_count": stats.get("clipped_tokens", 0.0),
             "train/sampler_trainer_max_abs": stats.get("sampler_trainer_max_abs", 0.0),
             "train/staleness_max_count": stats["staleness_max"],
+            "train/flops_per_s": flops_per_s(stats),
             "publish/duration_s": stats["publish_s"],
+            "step/duration_s": stats["step_s"],
+            **{f"step/{phase}_share": share for phase, share in (phase_shares(stats) or {}).items()},
             **{f"outcome/{outcome.value}_count": record.outcomes.get(outcome.value, 0) for outcome in Outcome},
         },
     )

@@ -44,6 +44,7 @@ def stream_train(run: RunContext, step_label: int, groups: Box[list[CompleteGrou
     dropped: dict[str, str] = {}
     num_rollouts = 0
     without_signal = 0
+    packing_s = 0.0
     for group in sorted(groups.value, key=lambda group: group.group_id):
         if group.dropped_reason is not None:
             dropped[group.group_id] = group.dropped_reason
@@ -57,6 +58,7 @@ def stream_train(run: RunContext, step_label: int, groups: Box[list[CompleteGrou
         result = cell.micro_step(branches)
         micro_steps += [tuple((str(rollout_id), int(branch)) for rollout_id, branch in part) for part in result["keys"]]
         rows.append(result["stats"])
+        packing_s += float(result.get("packing_s", 0.0))
     if micro_steps:
         step = cell.optimizer_step(num_rollouts=num_rollouts, policy_version=run.cell_version + 1)
     else:
@@ -70,6 +72,10 @@ def stream_train(run: RunContext, step_label: int, groups: Box[list[CompleteGrou
         "learning_rate": run.config.train.learning_rate_at(step_label - 1),
         "groups_without_signal": float(without_signal),
         "train_s": time.monotonic() - started,
+        "packing_s": packing_s,
+        "forward_backward_s": totals.get("duration_s", 0.0),
+        "gradients_s": float(step.get("gradients_s", 0.0)),
+        "optimizer_s": float(step.get("seconds", 0.0)) - float(step.get("gradients_s", 0.0)),
     }
     return Box(
         TrainedStep(

@@ -76,6 +76,8 @@ def create_app(settings: CellSettings) -> Starlette:
             verb(lambda body: host.save_checkpoint(Path(body["path"]), body["extra"])),
             methods=["POST"],
         ),
+        Route("/checkpoint/finish", verb(lambda _: host.finish_checkpoint()), methods=["POST"]),
+        Route("/checkpoint/export", verb(lambda body: host.export_hf(Path(body["path"]))), methods=["POST"]),
         Route("/checkpoint/compare", verb(lambda body: host.compare_checkpoint(Path(body["path"]))), methods=["POST"]),
     ]
     return Starlette(

@@ -70,8 +70,19 @@ class CellClient:
         return self._call("POST", "/publish", json={})
 
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> dict[str, Any]:
-        """Write weights, optimizer and rng below `path`, with `extra` beside them; the reply names their digest."""
+        """Begin to write weights, optimizer and rng below `path`, with `extra` in the manifest.
+
+        The reply names the weights' digest. The checkpoint counts once `finish_checkpoint` has returned.
+        """
         return self._call("POST", "/checkpoint/save", json={"path": path, "extra": extra})
+
+    def finish_checkpoint(self) -> dict[str, Any]:
+        """Wait until the checkpoint that was begun is on the disk; raises TrainError when it could not be written."""
+        return self._call("POST", "/checkpoint/finish", json={})
+
+    def export_hf(self, path: str) -> dict[str, Any]:
+        """Write the weights as a Hugging Face folder."""
+        return self._call("POST", "/checkpoint/export", json={"path": path})
 
     def weights(self) -> dict[str, Any]:
         """`weights_digest` of the trainer and its `back_end`: versions, device, threads."""

@@ -108,16 +108,18 @@ class CellHost:
     async def micro_step(self, body: bytes) -> dict[str, Any]:
         """Forward and backward of the branches in `body` (Arrow IPC); gradients accumulate unnormalised."""
         self._require(CellState.TRAINING)
+        arrived = time.monotonic()
         branches = branches_from_ipc(body)
+        read_s = time.monotonic() - arrived
 
         def work() -> dict[str, Any]:
             trainer = self._built_trainer()
             started = time.monotonic()
-            train = self.settings.train
-            packed = pack_for_training(branches, train)
+            packed = pack_for_training(branches, self.settings.train)
+            packing_s = read_s + time.monotonic() - started
             stats = combine_stats([asdict(trainer.micro_step(part)) for part in packed])
             keys = [[(key.rollout_id, key.branch) for key in part.branches] for part in packed]
-            return {"keys": keys, "stats": stats, "seconds": time.monotonic() - started}
+            return {"keys": keys, "stats": stats, "packing_s": packing_s, "seconds": time.monotonic() - started}
 
         async with self._lock:
             return await self._on_trainer_thread(work)
@@ -188,20 +190,45 @@ class CellHost:
                     return {**asdict(report), "failures": failures}
 
     async def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> dict[str, Any]:
-        """Whole or absent: written beside `path`, then renamed. The reply has the weights' digest and the back end."""
+        """Begin a checkpoint: the trainer may go on when this returns, the folder is there after `finish_checkpoint`.
+
+        Whole or absent: written beside `path`, then renamed. The reply has the weights' digest and the back end;
+        `seconds` is what the trainer stood still for.
+        """
 
         def work() -> dict[str, Any]:
             started = time.monotonic()
             trainer = self._built_trainer()
-            trainer.save_checkpoint(path, extra)
-            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            trainer.begin_checkpoint(path, extra, self.policy_version)
             return {
                 "path": str(path),
-                "bytes": size,
                 "weights_digest": trainer.weights_digest(),
                 "back_end": trainer.back_end(),
                 "seconds": time.monotonic() - started,
             }
+
+        async with self._lock:
+            return await self._on_trainer_thread(work)
+
+    async def finish_checkpoint(self) -> dict[str, Any]:
+        """Wait until the checkpoint that was begun is durable; raises TrainError when it could not be written.
+
+        Not under the lock and not on the trainer's thread: both are free for the step meanwhile.
+        """
+        started = time.monotonic()
+        saved = await asyncio.to_thread(self._built_trainer().finish_checkpoint)
+        if saved is None:
+            raise ValueError(f"{self.status.cell_id} writes no checkpoint")
+        waited_s = time.monotonic() - started
+        return {"path": str(saved.path), "bytes": saved.size_bytes, "write_s": saved.write_s, "seconds": waited_s}
+
+    async def export_hf(self, path: Path) -> dict[str, Any]:
+        """Write the weights as a Hugging Face folder, whole or absent."""
+
+        def work() -> dict[str, Any]:
+            started = time.monotonic()
+            self._built_trainer().save_hf(path)
+            return {"path": str(path), "seconds": time.monotonic() - started}
 
         async with self._lock:
             return await self._on_trainer_thread(work)

@@ -4,6 +4,7 @@ text, as data or as a page.
 
 import io
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gyre_core.errors import GyreError, StoreError
 from gyre_core.store import Store
 from gyre_core.store.run_store import newest_run, open_run_store
 from gyre_core.store.tables import locate_branch
+from gyre_core.train.accounting import PHASES, flops_per_s, phase_shares
 from gyre_core.trajectory.text import render_tree
 from gyre_core.trajectory.tree import TrajectoryTree
 from gyre_core.types import TrainingBranch
@@ -33,6 +35,7 @@ def inspect_run(runs_dir: Path, run_id: str | None) -> tuple[dict[str, Any], str
             "tokens_trained": int(record.stats["tokens_trained"]),
             "grad_norm": float(record.stats["grad_norm"]),
             "outcomes": dict(record.outcomes),
+            "time": _time_row(record.stats),
         }
         for record in store.read_steps()
     ]
@@ -144,6 +147,31 @@ def _count_trained(tree: TrajectoryTree, branch: TrainingBranch, trained: Counte
         start = end
 
 
+def _time_row(stats: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where the step's time went; None when its record does not say."""
+    shares = phase_shares(stats)
+    if shares is None:
+        return None
+    return {
+        "step_s": round(float(stats["step_s"]), 3),
+        "shares": {phase: round(share, 4) for phase, share in shares.items()},
+        "gflops_per_s": round(flops_per_s(stats) / 1e9, 3),
+        "tokens_computed": int(stats.get("num_tokens", 0)),
+    }
+
+
+def _print_times(console: Console, steps: Sequence[Mapping[str, Any]]) -> None:
+    rows = [(step["step"], step["time"]) for step in steps if step["time"] is not None]
+    if not rows:
+        return
+    table = Table("step", "seconds", *(phase.replace("_", "/") for phase in PHASES), "tokens computed", "GFLOP/s")
+    for step, row in rows:
+        shares = [f"{100 * row['shares'][phase]:.1f} %" for phase in PHASES]
+        numbers = [f"{row['step_s']:.1f}", *shares, f"{row['tokens_computed']:,}", f"{row['gflops_per_s']:.1f}"]
+        table.add_row(str(step), *numbers)
+    console.print(table)
+
+
 def _run_text(result: dict[str, Any]) -> str:
     buffer = io.StringIO()
     console = Console(file=buffer, width=max(100, Console().width))
@@ -158,6 +186,7 @@ def _run_text(result: dict[str, Any]) -> str:
         tokens = [step["tokens_sampled"], step["tokens_trained"], f"{step['grad_norm']:.3f}", outcomes]
         table.add_row(*(str(value) for value in numbers + tokens))
     console.print(table)
+    _print_times(console, result["steps"])
     by_group: dict[str, list[str]] = {}
     for rollout in result["rollouts"]:
         shown = "–" if rollout["reward"] is None else f"{rollout['reward']:.2f}"

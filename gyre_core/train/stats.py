@@ -26,6 +26,7 @@ class MicroStepStats:
     ratio_max: float
     sampler_trainer_max_abs: float  # |trainer - sampler| log-prob over rows, nats
     sampler_trainer_mean_abs: float
+    flops: float  # of the model, forward and backward (train/flops.py)
     duration_s: float
 
 
@@ -41,6 +42,7 @@ class StepStats:
     num_micro_steps: int
     grad_norm: float  # after the division, before clipping
     learning_rate: float
+    gradients_s: float  # of duration_s: gradients summed over ranks, divided and measured
     duration_s: float
 
 

@@ -1,5 +1,6 @@
 """The training flow: what it trains, in which order, and that a death at any point loses and repeats nothing."""
 
+import json
 import threading
 from collections import Counter
 from pathlib import Path
@@ -10,9 +11,11 @@ from prefect import flow
 
 from flows.rollout import TASK_RUNNER, run_groups
 from flows.train import train_step
+from gyre_core.errors import TrainError
 from gyre_core.proxy.settings import EngineEntry
 from gyre_core.rollout.dispatch import plan_groups
 from gyre_core.run_folder import RunFolder
+from gyre_core.train.accounting import PHASES, phase_shares
 from gyre_core.types import Outcome, RolloutSpec
 from tasks.context import RunContext
 from tasks.summary import run_summary
@@ -124,6 +127,7 @@ def test_steps_train_every_group_once_and_in_order(tmp_path: Path, rollouts: Rol
         ("optimizer_step", 2),
         ("save_checkpoint", 2),
         ("publish", 2),
+        ("finish_checkpoint", 2),
         ("role", 4),  # after step 2's commit, on the way back to rollout
     ],
 )
@@ -144,6 +148,55 @@ def test_steps_killed_anywhere_resume_without_loss_or_repeat(
     for record in records:
         assert (folder.checkpoints / record.checkpoint).is_dir() or record.step == 0
     assert run_summary(resumed)["groups_trained"] == 6
+
+
+def test_step_whose_checkpoint_fails_to_reach_the_disk_is_not_committed(tmp_path: Path, rollouts: Rollouts) -> None:
+    class FullDisk(FakeCell):
+        def finish_checkpoint(self) -> dict[str, Any]:
+            raise TrainError("checkpoint version-00001 could not be written: no space left on device")
+
+    config = small_config(tmp_path)
+    folder = RunFolder.create(config, "r1")
+    with pytest.raises(TrainError, match="no space left"):
+        steps_flow(make_context(config, folder, FullDisk(policy_version=0)), 1)
+    assert make_context_steps(folder) == []
+    resumed = make_context(config, folder, FakeCell(policy_version=0))
+    steps_flow(resumed, 1)
+    assert set(rollouts.executed.values()) == {1}, "the rollouts of the refused step are not lost"
+    assert (folder.checkpoints / "version-00001" / "durable").exists()
+
+
+def test_steps_keep_every_second_checkpoint_and_export_every_second_step(tmp_path: Path, rollouts: Rollouts) -> None:
+    config = small_config(
+        tmp_path, train__steps=5, train__keep_checkpoints=1, train__keep_every=2, train__export_every=2
+    )
+    folder = RunFolder.create(config, "r1")
+    run = make_context(config, folder, FakeCell(policy_version=0))
+    steps_flow(run, 5)
+    assert sorted(path.name[-1] for path in folder.checkpoints.iterdir()) == ["2", "4", "5"]
+    assert sorted(path.name[-1] for path in folder.exports.iterdir()) == ["2", "4"]
+    records = run.store.read_steps()
+    assert [record.extra["export"] for record in records] == [
+        "",
+        "exports/version-00002",
+        "",
+        "exports/version-00004",
+        "",
+    ]
+    frontier = json.loads((folder.checkpoints / "version-00004" / "extra.json").read_text())
+    assert frontier["groups_trained"] == list(records[3].groups_trained)
+    assert (frontier["run"], frontier["step"], frontier["version_before"]) == ("r1", 3, 3)
+
+
+def test_step_record_says_where_the_time_went(tmp_path: Path, rollouts: Rollouts) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.create(config, "r1")
+    run = make_context(config, folder, FakeCell(policy_version=0))
+    steps_flow(run, 1)
+    stats = run.store.read_steps()[0].stats
+    assert sum(stats[f"{phase}_s"] for phase in PHASES) == pytest.approx(stats["step_s"])
+    shares = phase_shares(stats)
+    assert shares is not None and sum(shares.values()) == pytest.approx(1)
 
 
 def make_context_steps(folder: RunFolder) -> list[Any]:

@@ -1,5 +1,6 @@
 """A training run without processes: real flow code, tasks and store; cell, proxy and rollouts are fakes."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class FakeCell:
         self.calls: Counter[str] = Counter()
         self.trained: list[str] = []  # rollout ids of the optimizer steps that were taken
         self._pending: list[str] = []
+        self._saving = ""
         self._die_at = die_at
 
     def status(self) -> dict[str, Any]:
@@ -75,7 +77,18 @@ class FakeCell:
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> dict[str, Any]:
         Path(path).mkdir(parents=True)
         (Path(path) / "version").write_text(str(self.version))
+        (Path(path) / "extra.json").write_text(json.dumps(extra))
+        self._saving = path
         return self._done("save_checkpoint", {"seconds": 0.0})
+
+    def finish_checkpoint(self) -> dict[str, Any]:
+        assert self.published == self.version, "files are written while the weights are published"
+        (Path(self._saving) / "durable").touch()
+        return self._done("finish_checkpoint", {"bytes": 1, "write_s": 0.0, "seconds": 0.0})
+
+    def export_hf(self, path: str) -> dict[str, Any]:
+        Path(path).mkdir(parents=True)
+        return self._done("export_hf", {"seconds": 0.0})
 
     def publish(self) -> dict[str, Any]:
         self.published = self.version
