@@ -258,6 +258,26 @@ def bench_proxy_command(
         sys.stdout.write("\n".join(proxy_lines(result)) + "\n")
 
 
+@bench_app.command(name="transfer")
+def bench_transfer_command(
+    size: Annotated[
+        list[int] | None, typer.Option("--size", help="MiB of a buffer (repeatable); default: 256 and 512")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="rounds; the median counts")] = 9,
+    without_mooncake: Annotated[bool, typer.Option("--without-mooncake", help="leave Mooncake out")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Buffers of the size of weights and gradients between two processes: Mooncake, a plain socket, shared memory."""
+    from gyre_core.bench.transfer import WEIGHTS_AND_GRADIENTS_MIB, bench_transfer, transfer_lines
+
+    sizes = size or list(WEIGHTS_AND_GRADIENTS_MIB)
+    result = bench_transfer(sizes, rounds=rounds, with_mooncake=not without_mooncake)
+    if as_json:
+        print_result(result)
+    else:
+        sys.stdout.write("\n".join(transfer_lines(result)) + "\n")
+
+
 @problems_app.command(name="check")
 def check_problems_command(
     source: Annotated[Path, typer.Argument(help="folder of problems, or manifest.toml#split", show_default=False)],
@@ -303,7 +323,7 @@ def bench_store_command(
     rollouts: Annotated[int, typer.Option(help="synthetic rollouts in one commit")] = 12,
     calls: Annotated[int, typer.Option(help="model calls of a rollout")] = 300,
     tokens: Annotated[int, typer.Option(help="unique tokens of a rollout")] = 500_000,
-    repeats: Annotated[int, typer.Option(help="rounds; the best counts")] = 15,
+    repeats: Annotated[int, typer.Option(help="rounds of writing and reading, in turns")] = 15,
     as_json: JsonOption = False,
 ) -> None:
     """Bytes a token, and write and read speed of the store beside plain pyarrow on the same data."""

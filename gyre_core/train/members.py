@@ -68,6 +68,7 @@ class CoreMember:
     def __init__(self, replica: Replica, reader: BufferReader) -> None:
         self._replica = replica
         self._reader = reader
+        self._staging: Tensor | None = None
 
     def run(self, queue: StepQueue) -> StepAccount:
         """Work until all of the step is in the replica's gradient; the caller then steps and calls `queue.finish()`.
@@ -96,14 +97,16 @@ class CoreMember:
     def _take(self, queue: StepQueue, session: str, offer: BufferOffer) -> None:
         buffers = self._replica.gradients()
         try:
-            memory = pull(self._reader, offer, size_bytes=flat_bytes(buffers), label=session)
+            memory = pull(self._reader, offer, size_bytes=flat_bytes(buffers), label=session, staging=self._staging)
             taken = unflatten(memory, buffers)
             if not all(bool(torch.isfinite(buffer.sum())) for buffer in taken):
                 raise TransferError("the gradient is not finite")
             num_micro_steps = queue.taken(session)
         except (TransferError, CutOffError) as error:
+            self._staging = None
             queue.lost(session, str(error))
             return
+        self._staging = memory
         self._replica.add_gradients(taken, num_micro_steps)
 
 

@@ -91,16 +91,19 @@ def buffer_checksum(memory: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(memory.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def pull(reader: BufferReader, offer: BufferOffer, *, size_bytes: int, label: str) -> Tensor:
-    """What was offered, [size_bytes] uint8 in fresh memory; raises TransferError unless it is whole.
+def pull(
+    reader: BufferReader, offer: BufferOffer, *, size_bytes: int, label: str, staging: Tensor | None = None
+) -> Tensor:
+    """What was offered, [size_bytes] uint8 in `staging` or in fresh memory; raises TransferError unless it is whole.
 
-    The memory is fresh each time, because a transfer that was given up may still write to the one it was given.
+    Staging may be used again after a success (it stays registered). After a failure it holds anything: throw it away.
     """
     if offer.size_bytes != size_bytes or offer.label != label:
         raise TransferError(
             f"the peer offers {offer.size_bytes} bytes of {offer.label!r}, wanted are {size_bytes} of {label!r}"
         )
-    staging = torch.empty(size_bytes, dtype=torch.uint8)
+    if staging is None or staging.numel() != size_bytes:
+        staging = torch.empty(size_bytes, dtype=torch.uint8)
     reader.read(offer, staging)
     found = buffer_checksum(staging)
     if found != offer.checksum:

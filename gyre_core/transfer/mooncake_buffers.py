@@ -5,6 +5,7 @@ leaves the staging partly written and the engine in an unknown state: the engine
 one.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from gyre_core.errors import TransferError
 from gyre_core.transfer.gradients import BufferOffer, buffer_checksum
 from gyre_core.transfer.mooncake import load_mooncake, transport_protocol
 
-CHUNK_BYTES = 64 * 2**20  # of one request; a failure is noticed after one
+# Mooncake's waiting call spins on a core that its own threads need (measured: half the speed): look and sleep instead.
+_LOOK_S = 0.0005
+_TIMEOUT_S = 60.0  # above Mooncake's own time-outs, and for each 4 GiB again
 
 
 def _new_engine(host: str) -> Any:
@@ -73,7 +76,7 @@ class MooncakeBuffer:
 
 
 class MooncakeReader:
-    """Reads peers' registered memory. Blocks with one core busy: call it on a thread.
+    """Reads peers' registered memory. Blocks: call it on a thread. Memory that is read into again stays registered.
 
     Example: reader = MooncakeReader(); reader.read(offer, staging)
     """
@@ -81,6 +84,7 @@ class MooncakeReader:
     def __init__(self, *, host: str = "127.0.0.1") -> None:
         self._host = host
         self._engine: Any = None
+        self._registered: Tensor | None = None
 
     def read(self, offer: BufferOffer, into: Tensor) -> None:
         """Raises TransferError when the peer is gone or does not answer in time, SetupError without Mooncake."""
@@ -88,27 +92,43 @@ class MooncakeReader:
             raise TransferError(f"{offer.label!r} is offered by {offer.kind}, not by Mooncake")
         if into.numel() != offer.size_bytes or not into.is_contiguous() or into.dtype != torch.uint8:
             raise ValueError(f"staging of {into.numel()} x {into.dtype} for {offer.size_bytes} bytes")
-        if self._engine is None:
-            self._engine = _new_engine(self._host)
-        engine, start = self._engine, into.data_ptr()
-        registered = False
+        if offer.size_bytes == 0:
+            return
         try:
-            code = engine.register_memory(start, into.numel())
-            if code != 0:
-                raise TransferError(f"Mooncake did not register {into.numel()} bytes to read into (code {code})")
-            registered = True
-            for at in range(0, into.numel(), CHUNK_BYTES):
-                size = min(CHUNK_BYTES, into.numel() - at)
-                code = engine.transfer_sync_read(offer.where, start + at, offer.address + at, size)
-                if code != 0:
-                    raise TransferError(f"Mooncake's read of {offer.label!r} from {offer.where} failed (code {code})")
+            self._register(into)
+            self._copy(offer, into.data_ptr())
         except BaseException:
-            self._engine = None
+            self.close()  # before the memory can go: until then the engine may write to it
             raise
-        finally:
-            if registered:
-                engine.unregister_memory(start)
 
     def close(self) -> None:
-        """Drop the engine; its destructor takes about a second."""
+        """Drop the engine; its destructor takes about a second and ends what it still does."""
         self._engine = None
+        self._registered = None
+
+    def _register(self, memory: Tensor) -> None:
+        if self._engine is None:
+            self._engine = _new_engine(self._host)
+        held = self._registered
+        if held is not None and (held.data_ptr(), held.numel()) == (memory.data_ptr(), memory.numel()):
+            return
+        if held is not None:
+            self._engine.unregister_memory(held.data_ptr())
+            self._registered = None
+        code = self._engine.register_memory(memory.data_ptr(), memory.numel())
+        if code != 0:
+            raise TransferError(f"Mooncake did not register {memory.numel()} bytes to read into (code {code})")
+        self._registered = memory
+
+    def _copy(self, offer: BufferOffer, start: int) -> None:
+        deadline = time.monotonic() + _TIMEOUT_S * (1 + offer.size_bytes // 2**32)
+        # One request a batch: `transfer_check_status` of several reports the first one's end (a checksum told us).
+        batch = self._engine.batch_transfer_async_read(offer.where, [start], [offer.address], [offer.size_bytes])
+        code = -1 if batch == 0 else self._engine.transfer_check_status(batch)
+        while code == 0:
+            if time.monotonic() > deadline:
+                raise TransferError(f"Mooncake's read of {offer.label!r} from {offer.where} did not end in time")
+            time.sleep(_LOOK_S)
+            code = self._engine.transfer_check_status(batch)
+        if code != 1:
+            raise TransferError(f"Mooncake's read of {offer.label!r} from {offer.where} failed (code {code})")
