@@ -42,6 +42,15 @@ class CheckpointManifest:
         return sum(size for size, _ in self.files.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is on the disk. Example: pending.result().size_bytes"""
+
+    path: Path
+    size_bytes: int
+    write_s: float  # from the copy to the durable name
+
+
 def seal_folder(folder: Path, manifest: CheckpointManifest) -> CheckpointManifest:
     """Flush every file of the folder to the disk, then write the manifest with their sizes and checksums."""
     files = {}

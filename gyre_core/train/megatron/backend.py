@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gyre_core.config.models import TrainConfig
 from gyre_core.errors import TrainError
-from gyre_core.train.checkpoint_manifest import CheckpointManifest
+from gyre_core.train.checkpoint_manifest import CheckpointManifest, SavedCheckpoint
 from gyre_core.train.flops import model_cost
 from gyre_core.train.megatron import cpu, groups
 from gyre_core.train.packing import PackedMicroStep, every_position, pack_branches
@@ -291,7 +291,7 @@ class MegatronTrainer:
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> checkpoint.SavedCheckpoint:
+    def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> SavedCheckpoint:
         """`begin_checkpoint`, and wait until it is durable."""
         return self.begin_checkpoint(folder, extra).result()
 
@@ -321,7 +321,7 @@ class MegatronTrainer:
         self._saving = checkpoint.begin_save(state, folder, manifest)
         return self._saving
 
-    def finish_checkpoint(self) -> checkpoint.SavedCheckpoint | None:
+    def finish_checkpoint(self) -> SavedCheckpoint | None:
         """Wait for the checkpoint that was begun last, if its end was not waited for; TrainError when it failed."""
         saving, self._saving = self._saving, None
         return saving.result() if saving is not None else None

@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from gyre_core.errors import TrainError
 from gyre_core.train.checkpoint_manifest import (
     CheckpointManifest,
+    SavedCheckpoint,
     check_files,
     check_model,
     flush_folder,
@@ -59,15 +59,6 @@ class _SynchronousSave(SaveShardedStrategy):
             storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedCheckpoint:
-    """A checkpoint that is on the disk. Example: pending.result().size_bytes"""
-
-    path: Path
-    size_bytes: int
-    write_s: float  # from the copy to the durable name
 
 
 class PendingSave:

@@ -1,0 +1,94 @@
+"""`python -m gyre_core.train.megatron.rank FD`: one process of a ParallelTrainer.
+
+Enters: calls as (name, arguments) on an inherited socket. Leaves: ("answer", value) or ("error", exception) for each.
+Ends when the socket does. A call that fails leaves the process ready for the next one.
+"""
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gyre_core.config.models import TrainConfig
+from gyre_core.errors import TrainError
+from gyre_core.train.checkpoint_manifest import SavedCheckpoint
+from gyre_core.train.packing import PackedMicroStep
+from gyre_core.train.stats import MicroStepStats
+
+
+class Rank:
+    """Answers the driver's calls with a MegatronTrainer. Method names are the protocol. Example: Rank().open(...)"""
+
+    def open(self, hf_path: Path, config: TrainConfig, seed: int) -> None:
+        """Load the weights; every rank reads the whole checkpoint and keeps its part."""
+        from gyre_core.train.megatron.backend import MegatronTrainer
+
+        self.trainer = MegatronTrainer(hf_path, config, seed)
+
+    def micro_steps(self, work: Sequence[tuple[PackedMicroStep, np.ndarray | None]]) -> list[MicroStepStats]:
+        return [self.trainer.micro_step(packed, reference) for packed, reference in work]
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {name: tensor.cpu().numpy() for name, tensor in self.trainer.gradients().items()}
+
+    def logprobs(self, branches: Any, share_prefixes: bool) -> list[np.ndarray]:
+        return self.trainer.logprobs(branches, share_prefixes=share_prefixes)
+
+    def save_hf(self, folder: Path) -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            self.trainer.save_hf(folder)
+        else:
+            for _ in self.trainer.export_hf():  # its half of the gathers
+                pass
+        dist.barrier()
+
+    def write_checkpoint(self, folder: Path, extra: dict[str, Any], policy_version: int) -> SavedCheckpoint:
+        return self.trainer.begin_checkpoint(folder, extra, policy_version).result()
+
+    def load_checkpoint(self, folder: Path) -> tuple[dict[str, Any], int]:
+        return self.trainer.load_checkpoint(folder), self.trainer.step
+
+    def compare_checkpoint(self, folder: Path) -> tuple[Any, int]:
+        return self.trainer.compare_checkpoint(folder), self.trainer.step
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """What answers a call: a method here, else the trainer's own."""
+        return getattr(self, name, None) or getattr(self.trainer, name)
+
+
+def serve(connection: Connection) -> None:
+    """Answer until the other side closes."""
+    rank = Rank()
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            reply = ("answer", rank.find(name)(*arguments))
+        except Exception as error:
+            reply = ("error", _portable(error))
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(reply)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as the driver can read it: its own type where that survives pickling."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return TrainError(f"{type(error).__name__}: {error}")
+    return error
+
+
+if __name__ == "__main__":
+    import faulthandler
+    faulthandler.dump_traceback_later(20, exit=True)
+    serve(Connection(int(sys.argv[1])))
