@@ -2,7 +2,8 @@
 
 Enters: sizes and a number of rounds. Leaves, for each size: GB/s of a one-sided read over Mooncake, of a plain TCP
 socket and of shared memory, the checksums compared each time. The rounds of the three are interleaved, so that other
-programs of the machine slow all of them alike; the median counts, the best is shown beside it.
+programs of the machine slow all of them alike; the median counts, the best is shown beside it, and the ratio to the
+socket is the median over rounds of the two times of one round.
 
 A peer process owns the source: it fills the buffer, offers it over Mooncake and shared memory, and sends it on a socket
 when asked. The timed part is the copy into a destination that exists (as a receiver's staging does); the checksum is
@@ -134,8 +135,8 @@ def _measure(size_bytes: int, rounds: int, with_mooncake: bool) -> dict[str, Any
         "checksum_gb_s": round(gigabytes / statistics.median(checksum_s), 3),
     }
     if with_mooncake:
-        speeds = row["ways"]
-        row["mooncake_vs_socket"] = round(speeds["mooncake"]["median_gb_s"] / speeds["socket"]["median_gb_s"], 3)
+        pairs = zip(seconds["socket"], seconds["mooncake"], strict=True)
+        row["mooncake_vs_socket"] = round(statistics.median(plain / ours for plain, ours in pairs), 3)
     return row
 
 
