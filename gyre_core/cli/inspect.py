@@ -20,6 +20,15 @@ from gyre_core.trajectory.text import render_tree
 from gyre_core.trajectory.tree import TrajectoryTree
 from gyre_core.types import TrainingBranch
 
+# Short ones: the table fits 100 columns.
+_PHASE_NAMES = {
+    "forward_backward": "fwd+bwd",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "checkpoint": "ckpt",
+    "publication": "publish",
+}
+
 
 def inspect_run(runs_dir: Path, run_id: str | None) -> tuple[dict[str, Any], str]:
     """A run's steps, evaluations and rollouts: as data and as text."""
@@ -164,11 +173,10 @@ def _print_times(console: Console, steps: Sequence[Mapping[str, Any]]) -> None:
     rows = [(step["step"], step["time"]) for step in steps if step["time"] is not None]
     if not rows:
         return
-    table = Table("step", "seconds", *(phase.replace("_", "/") for phase in PHASES), "tokens computed", "GFLOP/s")
+    table = Table("step", "seconds", *(_PHASE_NAMES.get(phase, phase) for phase in PHASES), "GFLOP/s")
     for step, row in rows:
-        shares = [f"{100 * row['shares'][phase]:.1f} %" for phase in PHASES]
-        numbers = [f"{row['step_s']:.1f}", *shares, f"{row['tokens_computed']:,}", f"{row['gflops_per_s']:.1f}"]
-        table.add_row(str(step), *numbers)
+        shares = [f"{100 * row['shares'][phase]:.1f}%" for phase in PHASES]
+        table.add_row(str(step), f"{row['step_s']:.1f}", *shares, f"{row['gflops_per_s']:.1f}")
     console.print(table)
 
 

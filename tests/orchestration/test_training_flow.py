@@ -11,6 +11,7 @@ from prefect import flow
 
 from flows.rollout import TASK_RUNNER, run_groups
 from flows.train import train_step
+from gyre_core.cli.inspect import inspect_run
 from gyre_core.errors import TrainError
 from gyre_core.proxy.settings import EngineEntry
 from gyre_core.rollout.dispatch import plan_groups
@@ -269,3 +270,15 @@ def test_run_groups_error_of_the_run_itself_is_raised(
 
     with pytest.raises(StoreError, match="the disk is full"):
         group_flow()
+
+
+def test_inspect_shows_where_each_steps_time_went(tmp_path: Path, rollouts: Rollouts) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.create(config, "r1")
+    run = make_context(config, folder, FakeCell(policy_version=0))
+    steps_flow(run, 1)
+    result, text = inspect_run(config.runs_dir, "r1")
+    time = result["steps"][0]["time"]
+    assert set(time["shares"]) == set(PHASES)
+    assert time["shares"]["waiting"] > 0.5, "the fakes compute nothing"
+    assert "fwd+bwd" in text and "GFLOP/s" in text
