@@ -1,16 +1,22 @@
 """`gyre bench parity`: do the engine and the trainer mean the same model, and does tree packing change anything?
 
-Enters: a recorded run. Leaves: the largest difference between the sampler's log-probs, as recorded while sampling,
-and the trainer's of the same tokens with the same weights; and the largest relative differences between tree-packed
-and branch-by-branch log-probs and gradients. Every sampled token of the compared rollouts counts, trained or not.
+Enters: a recorded run, or random models and forests by seed. Leaves: the largest difference between the sampler's
+log-probs, as recorded while sampling, and the trainer's of the same tokens with the same weights; and the largest
+relative differences between tree-packed and branch-by-branch log-probs and gradients, in fp32, with one process and
+with weights split over two. Every sampled token of the compared rollouts counts, trained or not. Packings that are
+broken on purpose go through the same comparison and must fail it.
 """
 
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gyre_core.bench.tree_train import TreeTrainSize, synthetic_forest, write_random_qwen3
+from gyre_core.config.models import TrainConfig
 from gyre_core.errors import StoreError
 from gyre_core.selection.batch import training_branches
 from gyre_core.selection.branches import select_branches
@@ -18,10 +24,23 @@ from gyre_core.store import Store
 from gyre_core.store.run_store import newest_run, open_run_store
 from gyre_core.types import Role, TrainingBranch
 
+BOUND = 1e-5  # relative, fp32: what packing may change
+CAUGHT = 100 * BOUND  # a broken packing must be further off than this
+SEEDS = (0, 1, 2)
+TENSOR_PARALLEL = (1, 2)
+_RATIO = 0.5  # unique tokens of branch tokens
+_SIZE = TreeTrainSize(layers=2, hidden=64, heads=4, vocab=64, branch_tokens=160, trees=2, budget_tokens=1024, rounds=1)
 _MAX_PACKED_ROLLOUTS = 16  # the branch-by-branch half recomputes every prefix: keep it to seconds
 
 
 def bench_parity(runs_dir: Path, run_id: str | None) -> dict[str, Any]:
+    """The recorded run's comparison and `synthetic_parity`: worst errors of both, and each under its own key."""
+    recorded, synthetic = recorded_parity(runs_dir, run_id), synthetic_parity()
+    worst = {key: max(recorded.get(key, 0.0), synthetic[key]) for key in ("max_rel_logprob_err", "max_rel_grad_err")}
+    return {**synthetic, **recorded, **worst, "within_bound": max(worst.values()) <= BOUND}
+
+
+def recorded_parity(runs_dir: Path, run_id: str | None) -> dict[str, Any]:
     """Compare at the first and at the newest policy version of the run whose weights are at hand.
 
     Raises StoreError when the run holds no rollout of such a version.
@@ -61,6 +80,44 @@ def bench_parity(runs_dir: Path, run_id: str | None) -> dict[str, Any]:
         "by_version": by_version,
         **packed,
         "wall_s": round(time.monotonic() - started, 2),
+    }
+
+
+def synthetic_parity(seeds: Sequence[int] = SEEDS, tensor_parallel: Sequence[int] = TENSOR_PARALLEL) -> dict[str, Any]:
+    """Packed against branch by branch on a random model and forests of each seed, for each number of processes.
+
+    Keys: max_rel_logprob_err and max_rel_grad_err (worst of all), `per_seed` rows, `controls` (by name the *smallest*
+    error that a broken packing showed, and whether every one was caught), within_bound.
+    """
+    from gyre_core.train.parallel import open_trainer
+    from gyre_core.train.parity import CONTROLS, packed_vs_branch_parity
+
+    rows = []
+    for ranks in tensor_parallel:
+        with tempfile.TemporaryDirectory(prefix="gyre-parity-") as folder:
+            write_random_qwen3(Path(folder), _SIZE, seed=0)
+            train = TrainConfig(tensor_parallel=ranks, threads=1, micro_step_tokens=_SIZE.budget_tokens)
+            trainer = open_trainer(Path(folder), train)
+            try:
+                for seed in seeds:
+                    branches = synthetic_forest(_RATIO, _SIZE, seed=seed)
+                    report = packed_vs_branch_parity(trainer, branches, controls=CONTROLS)
+                    rows.append({"seed": seed, "tensor_parallel": ranks, **report})
+            finally:
+                trainer.close()
+    controls = {}
+    for name in CONTROLS:
+        found = [row["controls"][name] for row in rows]
+        smallest = {key: min(item[key] for item in found) for key in found[0]}
+        controls[name] = {**smallest, "caught": smallest["max_rel_grad_err"] > CAUGHT}
+    logprob_error = max(row["max_rel_logprob_err"] for row in rows)
+    grad_error = max(row["max_rel_grad_err"] for row in rows)
+    return {
+        "max_rel_logprob_err": logprob_error,
+        "max_rel_grad_err": grad_error,
+        "within_bound": max(logprob_error, grad_error) <= BOUND,
+        "controls": controls,
+        "per_seed": rows,
     }
 
 

@@ -185,12 +185,13 @@ def cell(settings: Annotated[Path, typer.Option("--settings", help="JSON file of
 def parity(
     run: Annotated[str | None, typer.Argument(help="run (default: the newest)")] = None,
     runs_dir: RunsDirOption = Path("runs"),
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="only random models and trees: needs no run")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Sampler against trainer log-probs on a recorded run, and tree-packed against branch-by-branch training."""
-    from gyre_core.bench.parity import bench_parity
+    from gyre_core.bench.parity import bench_parity, synthetic_parity
 
-    result = bench_parity(runs_dir, run)
+    result = synthetic_parity() if synthetic else bench_parity(runs_dir, run)
     if as_json:
         print_result(result)
     else:

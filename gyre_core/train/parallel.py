@@ -210,6 +210,7 @@ class ParallelTrainer:
             "RANK": str(rank),
             "WORLD_SIZE": str(self.num_ranks),
             "LOCAL_RANK": str(rank),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with split weights
             "GYRE_TRAINER_STORE": str(Path(self._folder.name) / "store"),
         }
         if sys.platform == "linux":

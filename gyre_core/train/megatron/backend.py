@@ -86,6 +86,9 @@ class MegatronTrainer:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(hf.shard(name, weights[name], ranks.tensor_rank(), ranks.tensor_ranks()))
+                # Megatron says this where it initialises weights, which we do not; without it the gradient's norm, and
+                # so its clipping, would count the first rank's part alone.
+                vars(parameter)["tensor_model_parallel"] = hf.is_split(name)
         self.model.to(self.device, architecture.DTYPES[train.dtype])  # norms are built in fp32
         self._ddp = DistributedDataParallel(
             megatron_config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model

@@ -89,6 +89,4 @@ def _portable(error: Exception) -> Exception:
 
 
 if __name__ == "__main__":
-    import faulthandler
-    faulthandler.dump_traceback_later(20, exit=True)
     serve(Connection(int(sys.argv[1])))
