@@ -51,9 +51,10 @@ class QueueClient:
             trust_env=False,
         )
 
-    def weights(self, held: str | None) -> tuple[int, BufferOffer] | None:
-        """The snapshot to hold, when its checksum is not `held`; None when there is no other yet."""
-        reply = self._post("weights", {"held": held, "wait_s": self._wait_s})
+    def weights(self, policy_version: int, weights: str | None) -> tuple[int, BufferOffer] | None:
+        """The snapshot to hold, when it is not this version with this checksum; None when there is no other yet."""
+        body = {"policy_version": policy_version, "weights": weights, "wait_s": self._wait_s}
+        reply = self._post("weights", body)
         if reply is None:
             return None
         body = reply.json()

@@ -122,11 +122,11 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
         return endpoint
 
     async def weights(body: dict[str, Any], request: Request) -> Response:
-        held = body.get("held")
+        held = (body.get("policy_version"), body.get("weights"))
 
         def newer() -> Response | None:
             found = board.weights
-            if found is None or found[1].checksum == held:
+            if found is None or (found[0], found[1].checksum) == held:
                 return None
             return JSONResponse({"policy_version": found[0], "offer": found[1].to_json()})
 
@@ -134,9 +134,9 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
 
     async def join(body: dict[str, Any], request: Request) -> Response:
         def joined() -> Response | None:
-            queue = board.queue
-            current = board.weights
-            if queue is None or (queue.over and current is not None and current[1].checksum == body["weights"]):
+            queue, current = board.queue, board.weights
+            held = (body["policy_version"], body["weights"])
+            if queue is None or (queue.over and current is not None and (current[0], current[1].checksum) == held):
                 return None  # between two steps
             session = queue.join(
                 str(body["trainer"]), policy_version=int(body["policy_version"]), weights=str(body["weights"])

@@ -258,7 +258,7 @@ def test_rollout_a_hundred_times_longer_is_waited_for_and_a_poisoned_one_refused
     ids = chance.integers(0, 60, 3000).tolist()
     short, long = [make_branch(ids[:length], range(1, length), rollout_id=f"r{length}") for length in (30, 3000)]
     poisoned = make_branch(ids[:30], range(1, 30), rollout_id="bad", sampler=-1e30)
-    lease = LeaseRule(min_s=0.5, slack=4.0, assumed_tokens_per_s=100.0)
+    lease = LeaseRule(min_s=5.0, slack=4.0, assumed_tokens_per_s=100.0)
     with (
         real_hub(model, tmp_path) as (hub, trainer),
         SatelliteProcess("cell-1", hub.url, model, tmp_path) as satellite,

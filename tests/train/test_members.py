@@ -282,9 +282,23 @@ def test_members_stale_weights_and_sessions_are_refused(tmp_path: Path) -> None:
         queue = hub.open_step(1, RULES)
         with pytest.raises(StaleStepError, match="pull the weights"):
             peer.join("cell-9", policy_version=version, weights=weights)
-        found = peer.weights(weights)
-        assert found is not None and found[0] == 1
-        assert peer.weights(found[1].checksum) is None
+        found = peer.weights(version, weights)
+        assert found is not None
+        assert found[0] == 1
+        assert peer.weights(1, found[1].checksum) is None
+
+
+def test_members_follow_a_step_that_changed_no_weight(tmp_path: Path) -> None:
+    core, satellite = CountingReplica(), CountingReplica()
+    with counting_hub(tmp_path, core) as hub, satellite_thread("cell-1", hub.url, satellite) as thread:
+        queue = hub.open_step(0, RULES)
+        until(lambda: queue.status()["sessions"])
+        queue.seal()
+        hub.run_step(queue, lambda _: {})
+        again = hub.open_step(1, RULES)
+        until(lambda: again.status()["sessions"])
+        assert thread.counts["pulls"] == 1
+        again.abort("enough")
 
 
 def test_members_core_restart_keeps_what_satellites_did(tmp_path: Path) -> None:
