@@ -77,8 +77,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     except FileNotFoundError:
         if (folder / "metadata.json").is_file():
             raise TrainError(
-                f"checkpoint {folder} is not Gyre's: it has Megatron's metadata.json but no {MANIFEST}. Import its "
-                "weights as a Hugging Face folder (model.path) instead"
+                f"checkpoint {folder} is not Gyre's: it has Megatron's metadata.json but no {MANIFEST} (nor had those "
+                "of Gyre before manifests). Import its weights as a Hugging Face folder (model.path) instead"
             ) from None
         raise TrainError(f"{folder} is not a complete checkpoint (no {MANIFEST}); resume from an older one") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
