@@ -54,6 +54,7 @@ class QueueRules:
 
     micro_step_tokens: int
     unit: Unit = "branch"
+    zero_advantage_trains: bool = False  # TrainConfig's; if not, rollouts without advantage are left out
     tail_tokens: int = 256  # the last micro-steps are split down to about this many tokens
     lease: LeaseRule = field(default_factory=LeaseRule)
     silence_s: float = 30.0  # a member without a lease that does not ask for so long is gone
@@ -466,7 +467,8 @@ class StepQueue:
     def _pack(self, branches: Sequence[TrainingBranch], budget: int) -> list[tuple[list[TrainingBranch], int]]:
         """Branches by micro-step, with the tokens of each."""
         by_name = {(branch.rollout_id, branch.branch): branch for branch in branches}
-        packed = pack_branches(branches, budget, unit=self.rules.unit, skip_zero_advantage=True)
+        skip = not self.rules.zero_advantage_trains
+        packed = pack_branches(branches, budget, unit=self.rules.unit, skip_zero_advantage=skip)
         return [([by_name[(key.rollout_id, key.branch)] for key in part.branches], part.num_tokens) for part in packed]
 
     def _split(self, micro_step: str, budget: int) -> None:

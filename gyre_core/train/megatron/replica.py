@@ -6,7 +6,7 @@ from dataclasses import asdict
 from torch import Tensor
 
 from gyre_core.train.megatron.backend import MegatronTrainer
-from gyre_core.train.packing import pack_branches
+from gyre_core.train.packing import pack_for_training
 from gyre_core.train.stats import combine_stats
 from gyre_core.types import TrainingBranch
 
@@ -22,8 +22,7 @@ class MegatronReplica:
 
     def compute(self, branches: Sequence[TrainingBranch]) -> Mapping[str, float]:
         """Pack as the trainer's configuration says, forward and backward; raises TrainError, gradients dropped."""
-        train = self.trainer.config
-        packed = pack_branches(branches, train.micro_step_tokens, unit=train.unit, skip_zero_advantage=True)
+        packed = pack_for_training(branches, self.trainer.config)
         return combine_stats([asdict(self.trainer.micro_step(part)) for part in packed])
 
     def gradients(self) -> list[Tensor]:
