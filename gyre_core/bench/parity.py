@@ -34,7 +34,7 @@ _MAX_PACKED_ROLLOUTS = 16  # the branch-by-branch half recomputes every prefix: 
 
 
 def bench_parity(runs_dir: Path, run_id: str | None) -> dict[str, Any]:
-    """The recorded run's comparison and `synthetic_parity`: worst errors of both, and each under its own key."""
+    """The recorded run's comparison beside `synthetic_parity`'s; the two max_rel keys are the worst of both."""
     recorded, synthetic = recorded_parity(runs_dir, run_id), synthetic_parity()
     worst = {key: max(recorded.get(key, 0.0), synthetic[key]) for key in ("max_rel_logprob_err", "max_rel_grad_err")}
     return {**synthetic, **recorded, **worst, "within_bound": max(worst.values()) <= BOUND}

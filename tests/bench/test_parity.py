@@ -1,4 +1,4 @@
-"""gyre bench parity --synthetic: numbers within the bound, broken packings out of it. One process; two are slow."""
+"""gyre bench parity --synthetic in one process: numbers within the bound, broken packings out of it."""
 
 from gyre_core.bench.parity import BOUND, synthetic_parity
 

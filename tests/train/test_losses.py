@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from pydantic import ValidationError
 from gyre_core.config.models import CLIP_RANGES, TrainConfig
 from gyre_core.train import loss as losses
 from gyre_core.train.loss import LossTerms, cispo, grpo, kl_k3, policy_gradient, policy_loss
+from gyre_core.train.packing import pack_branches, pack_for_training
+from tests.support.trainers import on_policy
+from tests.support.training import random_branches
 
 NAMES = ("gspo", "gspo_token", "grpo", "cispo", "policy_gradient")
 
@@ -238,3 +242,34 @@ def test_clip_range_defaults_are_the_losss_own(name) -> None:
 def test_train_config_wrong_loss_settings_are_refused(settings_, message) -> None:
     with pytest.raises(ValidationError, match=message):
         TrainConfig(**settings_)
+
+
+# -- in the trainer ----------------------------------------------------------------------------------------------------
+
+
+def test_losses_on_policy_all_train_alike(make_trainer) -> None:
+    # With ratio 1 and equal weights in a unit every loss has the plain policy gradient.
+    branches, gradients = None, {}
+    for name in NAMES:
+        trainer = make_trainer(loss=name)
+        branches = branches or on_policy(trainer, random_branches(0))
+        (packed,) = pack_branches(branches, 10_000)
+        stats = trainer.micro_step(packed)
+        assert (stats.clipped_tokens, stats.kl) == (0, 0.0)
+        assert stats.ratio_max == pytest.approx(1.0, abs=1e-5)
+        gradients[name] = trainer.gradients()
+    for name in NAMES[:-1]:
+        for parameter, gradient in gradients["policy_gradient"].items():
+            assert (gradients[name][parameter] - gradient).norm() <= 1e-4 * gradient.norm(), (name, parameter)
+
+
+def test_losses_kl_term_pulls_back_to_the_reference(make_trainer) -> None:
+    trainer = make_trainer(loss="grpo", kl_coefficient=1.0, learning_rate=1e-3)
+    branches = [replace(branch, advantage=0.0) for branch in random_branches(0)]
+    (packed,) = pack_for_training(branches, trainer.config)  # without advantage, and yet there
+    kl = []
+    for _ in range(3):
+        kl.append(trainer.micro_step(packed).kl)
+        trainer.optimizer_step(6)
+    assert kl[0] > kl[1] > kl[2] > 0
+    assert not pack_for_training(branches, make_trainer(loss="grpo").config)

@@ -17,6 +17,7 @@ from gyre_core.errors import ConfigError, TrainError
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.packing import pack_branches
 from gyre_core.train.parallel import ParallelTrainer, open_trainer
+from gyre_core.train.parity import CONTROLS, packed_vs_branch_parity
 from tests.support.models import write_model
 from tests.support.training import random_branches
 
@@ -75,6 +76,16 @@ def test_parallel_gradients_equal_one_process(pair) -> None:
     several.reset_gradients()
     one.reset_gradients()
     assert not any(gradient.any() for gradient in several.gradients().values())
+
+
+def test_parallel_packed_equals_branch_by_branch_and_broken_packings_are_caught(pair) -> None:
+    report = packed_vs_branch_parity(pair[0], random_branches(4), controls=CONTROLS)
+    assert report["packed_tokens"] < report["branch_tokens"]
+    assert report["max_rel_logprob_err"] <= 1e-5
+    assert report["max_rel_grad_err"] <= 1e-5
+    for control in report["controls"].values():
+        assert control["max_rel_grad_err"] > 1e-2
+        assert control["max_abs_logprob_err"] > 1e-2
 
 
 def test_parallel_training_equals_one_process_and_checkpoints_go_both_ways(pair, tmp_path) -> None:
