@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -252,3 +253,30 @@ def test_save_hf_whole_or_absent_and_loadable_by_transformers(make_trainer, tmp_
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match="could not be written"):
         trainer.save_hf(tmp_path / "file" / "x")
+
+
+def test_checkpoint_writer_killed_before_the_rename_leaves_nothing_at_the_name_and_is_replaced(
+    tiny, make_trainer, tmp_path
+) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from gyre_core.config.models import TrainConfig
+from gyre_core.train.megatron import checkpoint
+from gyre_core.train.megatron.backend import MegatronTrainer
+trainer = MegatronTrainer(Path({str(tiny[0])!r}), TrainConfig(threads=1))
+checkpoint.seal_folder = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # all of Megatron's files are there
+trainer.save_checkpoint(Path({str(tmp_path / "one")!r}), {{}})
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=root, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["one.partial"]
+    trainer = make_trainer(**WIDE_CLIP)
+    with pytest.raises(TrainError, match="not a complete checkpoint"):
+        trainer.load_checkpoint(tmp_path / "one")
+    with pytest.raises(TrainError, match="not Gyre's"):
+        trainer.load_checkpoint(tmp_path / "one.partial")
+    trainer.save_checkpoint(tmp_path / "one", {"n": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert trainer.load_checkpoint(tmp_path / "one") == {"n": 2}
