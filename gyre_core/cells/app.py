@@ -62,11 +62,26 @@ def create_app(settings: CellSettings) -> Starlette:
 
         return endpoint
 
+    async def train_step(request: Request) -> Response:
+        query = request.query_params
+
+        async def step(body: bytes) -> dict[str, Any]:
+            rate = query.get("learning_rate")
+            return await host.train_step(
+                body,
+                num_rollouts=int(query["num_rollouts"]),
+                policy_version=int(query["policy_version"]),
+                learning_rate=None if rate is None else float(rate),
+            )
+
+        return await verb(step, raw=True)(request)
+
     routes = [
         Route("/status", status),
         Route("/role", verb(lambda body: host.role(body["to"], epoch=body["epoch"])), methods=["POST"]),
         Route("/train/micro_step", verb(host.micro_step, raw=True), methods=["POST"]),
         Route("/train/optimizer_step", verb(lambda body: host.optimizer_step(**body)), methods=["POST"]),
+        Route("/train/step", train_step, methods=["POST"]),
         Route("/train/skip_step", verb(lambda body: host.skip_step(**body)), methods=["POST"]),
         Route("/train/reset", verb(lambda _: host.reset_gradients()), methods=["POST"]),
         Route("/train/weights", verb(lambda _: host.weights()), methods=["POST"]),

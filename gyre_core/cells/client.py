@@ -57,6 +57,23 @@ class CellClient:
         body = {"num_rollouts": num_rollouts, "policy_version": policy_version, "learning_rate": learning_rate}
         return self._call("POST", "/train/optimizer_step", json=body)
 
+    def train_step(
+        self,
+        branches: Sequence[TrainingBranch],
+        *,
+        num_rollouts: int,
+        policy_version: int,
+        learning_rate: float | None = None,
+    ) -> dict[str, Any]:
+        """A whole step, shared with whichever satellites join (the cell's settings need `members`).
+
+        The reply has the stats of the step and its account.
+        """
+        query: dict[str, float] = {"num_rollouts": num_rollouts, "policy_version": policy_version}
+        if learning_rate is not None:
+            query["learning_rate"] = learning_rate
+        return self._call("POST", "/train/step", params=query, content=branches_to_ipc(branches))
+
     def skip_step(self, *, policy_version: int) -> dict[str, Any]:
         """A step without any gradient: only the version advances."""
         return self._call("POST", "/train/skip_step", json={"policy_version": policy_version})

@@ -16,16 +16,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gyre_core.cells.members import HubSettings, MemberHub
 from gyre_core.cells.settings import CellSettings
 from gyre_core.config.models import TransferConfig
 from gyre_core.engine.sglang import SGLangServer
-from gyre_core.errors import GyreError, TransferError
+from gyre_core.errors import ConfigError, GyreError, TransferError
 from gyre_core.scheduler.cell import CellState, CellStatus
 from gyre_core.train.megatron.backend import MegatronTrainer
+from gyre_core.train.megatron.replica import MegatronReplica
 from gyre_core.train.packing import pack_for_training
+from gyre_core.train.queue_step import QueueRules, StepAccount
 from gyre_core.train.stats import combine_stats
 from gyre_core.transfer.branches import branches_from_ipc
 from gyre_core.transfer.weights import WeightPublisher
+from gyre_core.types import TrainingBranch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,6 +52,7 @@ class CellHost:
         self._engine: SGLangServer | None = None
         self._trainer: MegatronTrainer | None = None
         self._publisher: WeightPublisher | None = None
+        self._hub: MemberHub | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._lock = asyncio.Lock()
         self._published: int | None = None
@@ -147,7 +152,52 @@ class CellHost:
         async with self._lock:
             stats = await self._on_trainer_thread(work)
             self.policy_version = policy_version
+            await self._on_trainer_thread(self._offer_weights)
             return {**stats, "policy_version": policy_version}
+
+    async def train_step(
+        self, body: bytes, *, num_rollouts: int, policy_version: int, learning_rate: float | None = None
+    ) -> dict[str, Any]:
+        """A whole step over the branches in `body`, shared with whichever satellites join meanwhile.
+
+        The reply has the step's stats and its account: which micro-step was in whose gradient. Raises TrainError for a
+        step that was refused; weights and version are then as before.
+        """
+        self._require(CellState.TRAINING)
+        groups: dict[str, list[TrainingBranch]] = {}
+        for branch in branches_from_ipc(body):
+            groups.setdefault(branch.group_id, []).append(branch)
+
+        def work() -> dict[str, Any]:
+            started = time.monotonic()
+            trainer, train, hub = self._built_trainer(), self.settings.train, self._hub
+            if hub is None:
+                raise ValueError(f"{self.status.cell_id} shares no steps: its settings have no members")
+            if policy_version != self.policy_version + 1:
+                raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
+            before = trainer.weights_digest()
+            queue = hub.open_step(policy_version - 1, QueueRules.of(train))
+            for group_id, branches in groups.items():
+                if not queue.has_group(group_id):
+                    queue.add_group(group_id, branches)
+            queue.seal()
+            rate = train.learning_rate_at(policy_version - 1) if learning_rate is None else learning_rate
+
+            def step(_: StepAccount) -> dict[str, Any]:
+                return asdict(trainer.optimizer_step(num_rollouts, rate))
+
+            account, stats = hub.run_step(queue, step)
+            self.policy_version = policy_version
+            return {
+                **stats,
+                "account": asdict(account),
+                "weights_before": before,
+                "policy_version": policy_version,
+                "seconds": time.monotonic() - started,
+            }
+
+        async with self._lock:
+            return await self._on_trainer_thread(work)
 
     async def skip_step(self, *, policy_version: int) -> dict[str, Any]:
         """A step without any gradient: the version advances, weights and optimizer state stay as they are."""
@@ -157,6 +207,7 @@ class CellHost:
                 raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
             before = await self._on_trainer_thread(lambda: self._built_trainer().weights_digest())
             self.policy_version = policy_version
+            await self._on_trainer_thread(self._offer_weights)
             return {"grad_norm": 0.0, "weights_before": before, "policy_version": policy_version}
 
     async def reset_gradients(self) -> None:
@@ -264,6 +315,7 @@ class CellHost:
             "policy_version": self.policy_version,
             "published_version": self._published,
             "engine_url": self._engine.url if self._engine is not None else None,
+            "members_url": self._hub.url if self._hub is not None else None,
         }
 
     @property
@@ -275,6 +327,8 @@ class CellHost:
         """End the engine and the trainer's thread."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
+        if self._hub is not None:
+            await asyncio.to_thread(self._hub.close)
         if self._trainer is not None:
             await self._on_trainer_thread(self._trainer.close)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -317,6 +371,20 @@ class CellHost:
         self._trainer = MegatronTrainer(settings.model_path, settings.train, seed=settings.seed)
         if settings.checkpoint is not None:
             self._trainer.load_checkpoint(settings.checkpoint)
+        if settings.members is not None:
+            if settings.train.tensor_parallel * settings.train.data_parallel != 1:
+                raise ConfigError("satellites need train.tensor_parallel = 1 and train.data_parallel = 1")
+            hub_settings = HubSettings(
+                **settings.members.model_dump(), work_dir=settings.work_dir / "members", owner=settings.cell_id
+            )
+            self._hub = MemberHub(MegatronReplica(self._trainer), hub_settings)
+            self._hub.start()
+            self._offer_weights()
+
+    def _offer_weights(self) -> None:
+        """Satellites pull what the trainer holds now."""
+        if self._hub is not None:
+            self._hub.publish_weights(self.policy_version)
 
     def _built_trainer(self) -> MegatronTrainer:
         if self._trainer is None:

@@ -1,8 +1,21 @@
 """What a cell host is told at its start, as one JSON file."""
 
 from pathlib import Path
+from typing import Literal
 
 from gyre_core.config.models import EngineConfig, LaxPath, Section, TrainConfig, TransferConfig
+
+
+class MembersSettings(Section):
+    """Where satellites reach the core's queue.
+
+    Example: MembersSettings(port=8102, secret="...")
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one; the cell's status names it
+    secret: str  # bearer token of the queue, not the control API's
+    channel: Literal["local", "mooncake"] = "local"  # of weights and gradients
 
 
 class CellSettings(Section):
@@ -23,6 +36,7 @@ class CellSettings(Section):
     engine: EngineConfig | None = EngineConfig()  # None: a trainer alone (replay)
     train: TrainConfig = TrainConfig()
     transfer: TransferConfig = TransferConfig()
+    members: MembersSettings | None = None  # satellites may share this trainer's steps
     policy_version: int = 0  # version of the first weights
     checkpoint: LaxPath | None = None  # resume: the trainer starts from it, and publishes it before serving
 

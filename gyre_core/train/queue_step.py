@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gyre_core.clock import Clock, SystemClock
+from gyre_core.config.models import TrainConfig
 from gyre_core.errors import TrainError
 from gyre_core.train.packing import Unit, pack_branches
 from gyre_core.train.queue import CutOffError, Lease, MicroStepQueue
@@ -58,6 +59,17 @@ class QueueRules:
     tail_tokens: int = 256  # the last micro-steps are split down to about this many tokens
     lease: LeaseRule = field(default_factory=LeaseRule)
     silence_s: float = 30.0  # a member without a lease that does not ask for so long is gone
+    share_prefixes: bool = True
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> "QueueRules":
+        """Micro-steps packed as a run's settings say."""
+        return cls(
+            micro_step_tokens=train.micro_step_tokens,
+            unit=train.unit,
+            share_prefixes=train.share_prefixes,
+            zero_advantage_trains=train.zero_advantage_trains,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,8 +479,13 @@ class StepQueue:
     def _pack(self, branches: Sequence[TrainingBranch], budget: int) -> list[tuple[list[TrainingBranch], int]]:
         """Branches by micro-step, with the tokens of each."""
         by_name = {(branch.rollout_id, branch.branch): branch for branch in branches}
-        skip = not self.rules.zero_advantage_trains
-        packed = pack_branches(branches, budget, unit=self.rules.unit, skip_zero_advantage=skip)
+        packed = pack_branches(
+            branches,
+            budget,
+            unit=self.rules.unit,
+            share_prefixes=self.rules.share_prefixes,
+            skip_zero_advantage=not self.rules.zero_advantage_trains,
+        )
         return [([by_name[(key.rollout_id, key.branch)] for key in part.branches], part.num_tokens) for part in packed]
 
     def _split(self, micro_step: str, budget: int) -> None:
