@@ -11,6 +11,7 @@ a checksum of every object, writes exclusively and synced to the disk, publishes
 checksums.
 """
 
+import statistics
 import tempfile
 import time
 import uuid
@@ -49,7 +50,8 @@ def bench_store(
 ) -> dict[str, Any]:
     """Measure on `url` (a folder or s3://...; a temporary folder when None); what was written there is deleted.
 
-    `num_tokens` unique tokens and `num_calls` calls a rollout. Times are the best of `repeats` rounds.
+    `num_tokens` unique tokens and `num_calls` calls a rollout. Speeds are of the best of `repeats` rounds, ratios
+    the median of the rounds' ratios.
     """
     rng = np.random.default_rng(seed)
     rollouts = synthetic_rollouts(rng, num_rollouts, num_calls, num_tokens)
@@ -71,11 +73,13 @@ def bench_store(
         "bytes_per_token": size_bytes / num_unique,
         "convert_mb_s": raw_bytes / convert_s / 1e6,
     }
+    one_s = measured.pop("one_rollout_s")
     for name, times in measured.items():
-        best_s = min(times)  # other work on the machine only ever adds time
-        result[name] = best_s * 1e3 if name.endswith("_ms") else raw_bytes / best_s / 1e6
-    for what in ("write", "read"):
-        result[f"{what}_ratio_vs_pyarrow"] = result[f"{what}_mb_s"] / result[f"pyarrow_{what}_mb_s"]
+        result[f"{name}_mb_s"] = raw_bytes / min(times) / 1e6  # other work on the machine only ever adds time
+    result["one_rollout_ms"] = statistics.median(one_s) * 1e3
+    for what in ("write", "read"):  # neighbours in time suffer from the same other work
+        pairs = zip(measured[f"pyarrow_{what}"], measured[what], strict=True)
+        result[f"{what}_ratio_vs_pyarrow"] = statistics.median(plain_s / own_s for plain_s, own_s in pairs)
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in result.items()}
 
 
@@ -85,9 +89,7 @@ def _measure(url: str, tables: dict[str, pa.Table], rollouts: list[StoredRollout
     filesystem = pyarrow_filesystem(url) if on_s3 else pafs.LocalFileSystem()
     plain = url.removeprefix("s3://").partition("?")[0]
     store = Store.open(url)
-    seconds: dict[str, list[float]] = {
-        name: [] for name in ("write_mb_s", "pyarrow_write_mb_s", "read_mb_s", "pyarrow_read_mb_s")
-    }
+    seconds: dict[str, list[float]] = {name: [] for name in ("write", "pyarrow_write", "read", "pyarrow_read")}
     one_s: list[float] = []
     names: list[str] = []
     try:
@@ -116,7 +118,7 @@ def _measure(url: str, tables: dict[str, pa.Table], rollouts: list[StoredRollout
                     pq.read_table(f"{folder}/{name}.parquet", filesystem=filesystem)
 
             for own, other, what in ((write_store, write_plain, "write"), (read_store, read_plain, "read")):
-                pair: list[tuple[str, Callable[[], None]]] = [(f"{what}_mb_s", own), (f"pyarrow_{what}_mb_s", other)]
+                pair: list[tuple[str, Callable[[], None]]] = [(what, own), (f"pyarrow_{what}", other)]
                 for name, action in pair if round_ % 2 == 0 else pair[::-1]:
                     started = time.perf_counter()
                     action()
@@ -132,7 +134,7 @@ def _measure(url: str, tables: dict[str, pa.Table], rollouts: list[StoredRollout
                 store.storage.delete(item.key)
         store.storage.delete("gyre-store.json")
         filesystem.delete_dir(f"{plain}-plain")
-    return {**seconds, "one_rollout_ms": one_s, "size_bytes": size_bytes}
+    return {**seconds, "one_rollout_s": one_s, "size_bytes": size_bytes}
 
 
 def _under(place: str, name: str) -> str:
