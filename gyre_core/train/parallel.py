@@ -18,8 +18,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _START_S = 300.0  # imports of torch and megatron, on busy cores
 _CALL_S = 3600.0  # of the longest call: no micro-step takes this long; beyond it the ranks are taken for dead
+_AFTER_ERROR_S = 60.0
 _END_S = 10.0
 
 
@@ -231,22 +233,34 @@ class ParallelTrainer:
         if self._broken:
             raise RuntimeError(f"the trainer cannot be used: {self._broken}")
         errors: list[BaseException] = []
-        answers: list[Any] = []
+        answers: dict[int, Any] = {}
+        waiting = dict(zip(self._connections, range(self.num_ranks), strict=True))
+        deadline_s = time.monotonic() + timeout_s
         try:
-            for rank, connection in enumerate(self._connections):
+            for connection, rank in waiting.items():
                 connection.send((name, arguments if each is None else (each[rank],)))
-            for rank, connection in enumerate(self._connections):
-                if not connection.poll(timeout_s):
-                    raise TimeoutError(f"rank {rank} did not answer {name} within {timeout_s:g} s")
-                kind, value = connection.recv()
-                (answers if kind == "answer" else errors).append(value)
+            while waiting:
+                ready = wait(list(waiting), max(0.0, deadline_s - time.monotonic()))
+                if not ready:
+                    why = f"; another failed: {errors[0]}" if errors else ""
+                    raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer {name} in time{why}")
+                for connection in ready:
+                    assert isinstance(connection, Connection)
+                    kind, value = connection.recv()
+                    rank = waiting.pop(connection)
+                    if kind == "answer":
+                        answers[rank] = value
+                    else:
+                        errors.append(value)
+                        # The others fail alike, or wait in a collective for the one that has failed.
+                        deadline_s = min(deadline_s, time.monotonic() + _AFTER_ERROR_S)
         except (EOFError, OSError, TimeoutError) as error:
             self._broken = f"a rank of it is gone ({error or type(error).__name__})"
             for process in self._processes:
                 process.kill()  # the others wait in a collective for the one that is gone
             raise TrainError(f"{name}: {self._broken}; start the trainer anew from a checkpoint") from error
         if not errors:
-            return answers
+            return [answers[rank] for rank in sorted(answers)]
         if name not in ("open", "reset_gradients"):
             with contextlib.suppress(TrainError):
                 self.reset_gradients()

@@ -141,6 +141,21 @@ def test_parallel_lost_rank_breaks_the_trainer_at_once(tmp_path) -> None:
             os.kill(pid, 0)
 
 
+def test_parallel_rank_that_fails_alone_does_not_leave_the_others_waiting(tmp_path, monkeypatch) -> None:
+    write_model(tmp_path, "qwen3")
+    monkeypatch.setattr("gyre_core.train.parallel._AFTER_ERROR_S", 0.5)
+    trainer = ParallelTrainer(tmp_path, TrainConfig(tensor_parallel=2, threads=1))
+    try:
+        (packed,) = pack_branches(random_branches(0), 10_000)
+        unlike = replace(packed, token_ids=packed.token_ids + 1000)  # refused by rank 1 before any collective
+        with pytest.raises(
+            TrainError, match=r"ranks \[0\] did not answer micro_steps in time; another failed: token id"
+        ):
+            trainer._call("micro_steps", each=[[(packed, None)], [(unlike, None)]])
+    finally:
+        trainer.close()
+
+
 def test_parallel_model_that_cannot_be_split_is_a_config_error(tmp_path) -> None:
     write_model(tmp_path, "qwen3", vocab_size=63)
     with pytest.raises(ConfigError, match=r"does not divide the model's vocab_size \(63\)"):
