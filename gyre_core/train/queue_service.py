@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -110,6 +110,8 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
                 if not isinstance(body, dict):
                     raise ValueError("the body is not a JSON object")
                 return await action(body, request)
+            except ClientDisconnect:  # a member that died in the middle of its request
+                return Response(status_code=400)
             except (CutOffError, StaleStepError) as error:
                 return _error(409, error)
             except (ValueError, KeyError, TypeError) as error:

@@ -61,7 +61,7 @@ class SatelliteProcess:
 
     def __init__(self, name: str, url: str, model: Path, folder: Path, *, channel: Channel = "local") -> None:
         settings = SatelliteSettings(
-            name=name, core_url=url, secret=SECRET, model_path=model, train=TRAIN, channel=channel, wait_s=1.0
+            name=name, core_url=url, secret=SECRET, model_path=model, train=TRAIN, channel=channel, wait_s=3.0
         )
         file = folder / f"{name}.json"
         file.write_text(settings.model_dump_json(), encoding="utf-8")
