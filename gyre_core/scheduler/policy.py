@@ -5,12 +5,14 @@ with theirs, as data that the run records. No I/O, clock or randomness: a decisi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gyre_core.scheduler.cell import CellState
 
 Target = Literal["train", "rollout"]
+
+TRAINING_FIRST_BELOW = 0.65  # tail_ratio under which training goes first when k >= 1 (a prototype's finding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class CellView:
     cell_id: str
     state: CellState
     slots: int  # rollouts it serves at once
+    residents: int = 0  # rollouts it serves now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +40,41 @@ class Snapshot:
     finished: int  # graded, excluded and dropped ones included
     ready_groups: int  # graded groups that no trainer has yet
     untrained_groups: int  # groups of the open step that no optimizer step holds yet
+    engine_slots: int = 0  # of standalone engines, which only serve
+    engine_residents: int = 0
+    pending_microsteps: int = 0  # handed to training and not finished, claimed or not
+    next_ready_groups: int = 0  # at a burst's end: groups of the next batch that may train at once
+    pending_dispatch: int = 0  # at a burst's end: rollouts about to be dispatched
+    train_cells: int = 1  # fixed-split policies: cells that train
+    staleness: int = 0  # k: versions that may lie between dispatch and training
+    tail_ratio: float = (
+        1.0  # (longest rollout + optimizer step + a group's training) / ((k + 1) * work per step / cells)
+    )
 
     @property
     def water_level(self) -> int:
         """Dispatched minus finished: rollouts that still need an engine."""
         return self.dispatched - self.finished
+
+    @property
+    def serving(self) -> tuple[CellView, ...]:
+        """Cells now in rollout."""
+        return tuple(cell for cell in self.cells if cell.state is CellState.ROLLOUT)
+
+    @property
+    def training(self) -> tuple[CellView, ...]:
+        """Cells now in training."""
+        return tuple(cell for cell in self.cells if cell.state is CellState.TRAINING)
+
+    @property
+    def capacity(self) -> int:
+        """C_R: slots of the cells now in rollout and of the standalone engines."""
+        return self.engine_slots + sum(cell.slots for cell in self.serving)
+
+    @property
+    def residents(self) -> int:
+        """Rollouts that some engine serves now, those of cells being drained included."""
+        return self.engine_residents + sum(cell.residents for cell in self.cells)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +98,7 @@ class Plan:
 
     moves: tuple[Move, ...] = ()
     refusals: tuple[Move, ...] = ()
+    claim: bool = True  # trainers may claim ready groups now; False: a batch barrier holds them back
 
 
 Policy = Callable[[Snapshot], Plan]
@@ -88,7 +122,7 @@ def colocate(snapshot: Snapshot) -> Plan:
                 reason = f"all {snapshot.dispatched} rollouts finished; {snapshot.ready_groups} groups ready"
                 moves.append(Move(cell_id=cell.cell_id, to="train", reason=reason))
         elif cell.state is CellState.TRAINING:
-            if snapshot.untrained_groups > 0:
+            if snapshot.untrained_groups > 0 and snapshot.water_level == 0:
                 reason = f"{snapshot.untrained_groups} groups of the step are not trained yet"
                 refusals.append(Move(cell_id=cell.cell_id, to="rollout", reason=reason))
             else:
@@ -97,4 +131,111 @@ def colocate(snapshot: Snapshot) -> Plan:
     return Plan(moves=tuple(moves), refusals=tuple(refusals))
 
 
-POLICIES: dict[str, Policy] = {"colocate": colocate}
+def elastic(snapshot: Snapshot) -> Plan:
+    """The published water-level rule: a growing training prefix inside a burst, last joined first back at its end."""
+    if (waiting := _switching(snapshot)) is not None:
+        return waiting
+    if snapshot.untrained_groups == 0:
+        return _end_of_burst(snapshot)
+    if (rescue := _rescue(snapshot)) is not None:
+        return rescue
+    if not snapshot.serving:
+        return Plan()
+    cell = snapshot.serving[0]
+    room, level = snapshot.capacity - cell.slots, snapshot.water_level
+    if level > room:
+        return _refused(cell, "train", f"water level {level} > {room} slots without {cell.cell_id}")
+    if snapshot.ready_groups == 0:
+        return _refused(cell, "train", "no graded group is ready")
+    return _moved(cell, "train", f"water level {level} <= {room} slots that stay; {snapshot.ready_groups} groups ready")
+
+
+def elastic_predictive(snapshot: Snapshot) -> Plan:
+    """The water level over what serves or waits, only as many cells as have work, and cells back when a queue waits."""
+    if (waiting := _switching(snapshot)) is not None:
+        return waiting
+    if snapshot.untrained_groups == 0:
+        return _end_of_burst(snapshot)
+    if (rescue := _rescue(snapshot)) is not None:
+        return rescue
+    training_first = snapshot.staleness >= 1 and snapshot.tail_ratio < TRAINING_FIRST_BELOW
+    level = snapshot.residents if training_first else max(snapshot.water_level, snapshot.residents)
+    queue = snapshot.water_level - snapshot.residents
+    free = snapshot.capacity - snapshot.residents
+    if snapshot.training and snapshot.pending_microsteps == 0 and snapshot.ready_groups == 0 and queue > free:
+        return _moved(snapshot.training[-1], "rollout", f"nothing to train; {queue} rollouts wait, {free} slots free")
+    if not snapshot.serving:
+        return Plan()
+    core_trains = snapshot.cells[0].state is not CellState.ROLLOUT
+    # Core first; then the cell with the fewest rollouts to hand over.
+    cell = min(snapshot.serving, key=lambda one: one.residents) if core_trains else snapshot.serving[0]
+    room = snapshot.capacity - cell.slots
+    if level > room:
+        return _refused(cell, "train", f"level {level} > {room} slots without {cell.cell_id}")
+    work = snapshot.pending_microsteps + snapshot.ready_groups
+    if work < len(snapshot.training) + 1:
+        return _refused(cell, "train", f"{work} micro-steps keep {len(snapshot.training)} cells busy already")
+    return _moved(cell, "train", f"level {level} <= {room} slots that stay; {work} micro-steps pending")
+
+
+def async_stream(snapshot: Snapshot) -> Plan:
+    """A fixed split: the first `train_cells` cells train for ever, each group as it becomes ready."""
+    if (waiting := _switching(snapshot)) is not None:
+        return waiting
+    for cell in snapshot.cells[: snapshot.train_cells]:
+        if cell.state is CellState.ROLLOUT:
+            return _moved(cell, "train", f"fixed split: the first {snapshot.train_cells} cells train")
+    for cell in snapshot.cells[snapshot.train_cells :]:
+        if cell.state is CellState.TRAINING:
+            return _moved(cell, "rollout", f"fixed split: only the first {snapshot.train_cells} cells train")
+    return Plan()
+
+
+def async_off1(snapshot: Snapshot) -> Plan:
+    """The fixed split with a batch barrier: training starts when every group of the step is ready."""
+    whole = snapshot.ready_groups >= snapshot.untrained_groups or snapshot.pending_microsteps > 0
+    return replace(async_stream(snapshot), claim=whole)
+
+
+def _end_of_burst(snapshot: Snapshot) -> Plan:
+    if not snapshot.training:
+        return Plan()
+    cell = snapshot.training[-1]
+    if cell is not snapshot.cells[0]:
+        return _moved(cell, "rollout", "the burst has ended: last joined, first back")
+    if snapshot.next_ready_groups > 0 and snapshot.water_level + snapshot.pending_dispatch <= snapshot.capacity:
+        return _refused(cell, "rollout", f"{snapshot.next_ready_groups} groups of the next batch are ready")
+    return _moved(cell, "rollout", "the burst has ended; its weights are published")
+
+
+def _rescue(snapshot: Snapshot) -> Plan | None:
+    """A training cell back to rollout when a death left rollouts without any engine and training without data."""
+    stuck = snapshot.water_level > 0 and snapshot.capacity == 0
+    if not (stuck and snapshot.training and snapshot.ready_groups + snapshot.pending_microsteps == 0):
+        return None
+    return _moved(snapshot.training[-1], "rollout", f"no engine serves the {snapshot.water_level} rollouts left")
+
+
+def _switching(snapshot: Snapshot) -> Plan | None:
+    for cell in snapshot.cells:
+        if cell.state in {CellState.DRAINING, CellState.RETURNING}:
+            to: Target = "train" if cell.state is CellState.DRAINING else "rollout"
+            return _refused(cell, to, f"{cell.cell_id} is {cell.state}: moves are serial")
+    return None
+
+
+def _moved(cell: CellView, to: Target, reason: str) -> Plan:
+    return Plan(moves=(Move(cell_id=cell.cell_id, to=to, reason=reason),))
+
+
+def _refused(cell: CellView, to: Target, reason: str) -> Plan:
+    return Plan(refusals=(Move(cell_id=cell.cell_id, to=to, reason=reason),))
+
+
+POLICIES: dict[str, Policy] = {
+    "colocate": colocate,
+    "elastic": elastic,
+    "elastic_predictive": elastic_predictive,
+    "async_off1": async_off1,
+    "async_stream": async_stream,
+}
