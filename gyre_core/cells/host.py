@@ -25,7 +25,7 @@ from gyre_core.scheduler.cell import CellState, CellStatus
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.megatron.replica import MegatronReplica
 from gyre_core.train.packing import pack_for_training
-from gyre_core.train.queue_step import QueueRules, StepAccount
+from gyre_core.train.queue_records import QueueRules, StepAccount
 from gyre_core.train.stats import combine_stats
 from gyre_core.transfer.branches import branches_from_ipc
 from gyre_core.transfer.weights import WeightPublisher

@@ -20,8 +20,9 @@ from gyre_core.errors import GyreError
 from gyre_core.process import listen
 from gyre_core.train.members import CoreMember, Replica
 from gyre_core.train.queue_rates import Rates
+from gyre_core.train.queue_records import QueueRules, StepAccount, StepIdentity
 from gyre_core.train.queue_service import MemberBoard, create_member_app
-from gyre_core.train.queue_step import QueueRules, StepAccount, StepIdentity, StepQueue
+from gyre_core.train.queue_step import StepQueue
 from gyre_core.transfer.gradients import BufferReader, flat_bytes, flatten
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from torch import Tensor
 from gyre_core.errors import TrainError, TransferError
 from gyre_core.train.queue import CutOffError
 from gyre_core.train.queue_client import CoreUnreachableError, MemberWork, QueueClient
-from gyre_core.train.queue_step import StaleStepError, StepAccount, StepQueue, Work
+from gyre_core.train.queue_records import StaleStepError, StepAccount, Work
+from gyre_core.train.queue_step import StepQueue
 from gyre_core.transfer.branches import branches_from_ipc
 from gyre_core.transfer.gradients import BufferOffer, BufferReader, OfferedBuffer, flat_bytes, flatten, pull, unflatten
 from gyre_core.types import TrainingBranch

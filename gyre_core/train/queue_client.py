@@ -13,8 +13,8 @@ import httpx
 
 from gyre_core.errors import GyreError, TrainError
 from gyre_core.train.queue import CutOffError
+from gyre_core.train.queue_records import StaleStepError
 from gyre_core.train.queue_service import LEASE_HEADER, MAX_WAIT_S
-from gyre_core.train.queue_step import StaleStepError
 from gyre_core.transfer.gradients import BufferOffer
 
 _REFUSALS: dict[str, type[TrainError]] = {"CutOffError": CutOffError, "StaleStepError": StaleStepError}

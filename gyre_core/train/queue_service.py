@@ -27,7 +27,8 @@ from starlette.routing import Route
 
 from gyre_core.errors import GyreError
 from gyre_core.train.queue import CutOffError, Lease
-from gyre_core.train.queue_step import StaleStepError, StepQueue, Work
+from gyre_core.train.queue_records import StaleStepError, Work
+from gyre_core.train.queue_step import StepQueue
 from gyre_core.transfer.gradients import BufferOffer
 
 logger = logging.getLogger(__name__)

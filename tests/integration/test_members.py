@@ -17,7 +17,8 @@ from gyre_core.cells.members import MemberHub
 from gyre_core.errors import TrainError
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.queue_rates import LeaseRule
-from gyre_core.train.queue_step import StepAccount, StepQueue
+from gyre_core.train.queue_records import StepAccount
+from gyre_core.train.queue_step import StepQueue
 from gyre_core.transfer.gradients import BufferOffer
 from gyre_core.transfer.mooncake_buffers import MooncakeReader
 from gyre_core.types import TrainingBranch

@@ -15,7 +15,8 @@ from gyre_core.process import ChildProcess, log_tail, python_command
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.megatron.replica import MegatronReplica
 from gyre_core.train.queue_rates import LeaseRule
-from gyre_core.train.queue_step import QueueRules, StepAccount, StepQueue
+from gyre_core.train.queue_records import QueueRules, StepAccount
+from gyre_core.train.queue_step import StepQueue
 from gyre_core.transfer.gradients import BufferReader
 from gyre_core.types import TrainingBranch
 from tests.support.training import random_branches

@@ -16,7 +16,8 @@ from gyre_core.errors import TrainError, TransferError
 from gyre_core.train.queue import CutOffError
 from gyre_core.train.queue_client import CoreUnreachableError, MemberWork, QueueClient
 from gyre_core.train.queue_rates import LeaseRule
-from gyre_core.train.queue_step import QueueRules, StaleStepError, StepAccount, StepQueue
+from gyre_core.train.queue_records import QueueRules, StaleStepError, StepAccount
+from gyre_core.train.queue_step import StepQueue
 from gyre_core.transfer.gradients import BufferOffer, flatten
 from gyre_core.transfer.shared_memory import SharedMemoryBuffer, SharedMemoryReader
 from gyre_core.types import TrainingBranch

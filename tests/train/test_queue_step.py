@@ -9,7 +9,8 @@ from gyre_core.clock import ManualClock
 from gyre_core.errors import TrainError
 from gyre_core.train.queue import CutOffError, Lease
 from gyre_core.train.queue_rates import LeaseRule, Rates
-from gyre_core.train.queue_step import QueueRules, StaleStepError, StepIdentity, StepQueue, Work
+from gyre_core.train.queue_records import QueueRules, StaleStepError, StepIdentity, Work
+from gyre_core.train.queue_step import StepQueue
 from gyre_core.transfer.branches import branches_from_ipc
 from gyre_core.transfer.gradients import BufferOffer
 from tests.support.members import group
