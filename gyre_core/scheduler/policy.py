@@ -116,8 +116,8 @@ def colocate(snapshot: Snapshot) -> Plan:
             if snapshot.water_level > 0:
                 reason = f"water level {snapshot.water_level} > 0: rollouts still need the engine"
                 refusals.append(Move(cell_id=cell.cell_id, to="train", reason=reason))
-            elif snapshot.ready_groups == 0:
-                refusals.append(Move(cell_id=cell.cell_id, to="train", reason="no graded group is ready"))
+            elif snapshot.ready_groups == 0 or snapshot.untrained_groups == 0:
+                refusals.append(Move(cell_id=cell.cell_id, to="train", reason="no graded group waits for training"))
             else:
                 reason = f"all {snapshot.dispatched} rollouts finished; {snapshot.ready_groups} groups ready"
                 moves.append(Move(cell_id=cell.cell_id, to="train", reason=reason))
@@ -126,7 +126,11 @@ def colocate(snapshot: Snapshot) -> Plan:
                 reason = f"{snapshot.untrained_groups} groups of the step are not trained yet"
                 refusals.append(Move(cell_id=cell.cell_id, to="rollout", reason=reason))
             else:
-                reason = "the step's groups are trained; its weights are published"
+                reason = (
+                    f"water level {snapshot.water_level} > 0: rollouts need the engine again"
+                    if snapshot.water_level > 0
+                    else "the step's groups are trained; its weights are published"
+                )
                 moves.append(Move(cell_id=cell.cell_id, to="rollout", reason=reason))
     return Plan(moves=tuple(moves), refusals=tuple(refusals))
 

@@ -29,13 +29,24 @@ def test_colocate_all_finished_moves_to_training() -> None:
 
 def test_colocate_nothing_ready_stays_in_rollout() -> None:
     plan = colocate(snapshot(CellState.ROLLOUT, ready=0))
-    assert (plan.moves, plan.refusals[0].reason) == ((), "no graded group is ready")
+    assert (plan.moves, plan.refusals[0].reason) == ((), "no graded group waits for training")
+
+
+def test_colocate_ready_groups_that_are_trained_already_move_nothing() -> None:
+    # Such a move would be undone at once, and made again, for ever.
+    plan = colocate(snapshot(CellState.ROLLOUT, ready=2, untrained=0))
+    assert (plan.moves, plan.refusals[0].reason) == ((), "no graded group waits for training")
 
 
 def test_colocate_returns_only_when_the_step_is_trained() -> None:
     assert colocate(snapshot(CellState.TRAINING, untrained=2)).moves == ()
     (move,) = colocate(snapshot(CellState.TRAINING, untrained=0)).moves
-    assert move.to == "rollout"
+    assert (move.to, move.reason) == ("rollout", "the step's groups are trained; its weights are published")
+
+
+def test_colocate_rollouts_that_wait_bring_a_training_cell_back_and_the_reason_says_so() -> None:
+    (move,) = colocate(snapshot(CellState.TRAINING, finished=5, untrained=2)).moves
+    assert (move.to, move.reason) == ("rollout", "water level 3 > 0: rollouts need the engine again")
 
 
 @given(
