@@ -100,21 +100,6 @@ def test_train_killed_in_a_step_then_resumed_trains_every_group_once(tmp_path: P
     assert numbers["max_rel_grad_err"] <= 1e-4
 
 
-def test_train_learning_rate_zero_changes_no_weight(tmp_path: Path, heldout: Path) -> None:
-    runs = tmp_path / "runs"
-    done = gyre(
-        "train",
-        str(QUICKSTART / "run.toml"),
-        "--run",
-        "r0",
-        *settings(runs, heldout, **{"train.learning_rate": "0.0", "train.steps": "2"}),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    records = Store.open(RunFolder(runs / "r0").store_url, read_only=True).read_steps()
-    checksums = {record.extra["publish"]["checksum"] for record in records}
-    assert len(records) == 2 and len(checksums) == 1
-
-
 @pytest.mark.parametrize(
     ("override", "telling"),
     [
