@@ -5,6 +5,7 @@ holder `{config_dir}` in the harness's command, environment and read-only paths.
 strings with TOML values, as given on the command line.
 """
 
+import os
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,7 +84,7 @@ def _resolve_path(tree: dict[str, Any], keys: tuple[str, ...], base_dir: Path) -
     if not isinstance(node, dict) or not isinstance(node.get(keys[-1]), str):
         return
     path = Path(node[keys[-1]]).expanduser()
-    node[keys[-1]] = path if path.is_absolute() else base_dir / path
+    node[keys[-1]] = path if path.is_absolute() else Path(os.path.normpath(base_dir / path))  # no .. in what users see
 
 
 def _fill_config_dir(tree: dict[str, Any], base_dir: Path) -> None:
