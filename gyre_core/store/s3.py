@@ -108,8 +108,9 @@ class S3Storage:
 
     def get(self, key: str) -> bytes:
         def read(_attempt: int) -> bytes:
-            with self._reader.open_input_stream(self._path(key)) as stream:
-                return stream.read()
+            # A file of known size is one request; a stream's read() asks for piece after piece.
+            with self._reader.open_input_file(self._path(key)) as file:
+                return file.read_at(file.size(), 0)
 
         return self._retried(f"cannot read {key}", read, missing=key)
 
