@@ -130,3 +130,16 @@ def test_remove_leftovers_takes_old_drafts_only(tmp_path: Path) -> None:
         os.utime(drafts / name, (time.time() - age_s,) * 2)
     assert storage.remove_leftovers() == 1
     assert [path.name for path in drafts.iterdir()] == ["young"]
+
+
+def test_open_in_a_read_only_place_says_so_and_reading_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "store")
+    Store.open(url).commit("note", {}, {}, "n0")
+
+    def read_only(path: Path, data: bytes) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("gyre_core.store.local._write_synced", read_only)
+    with pytest.raises(StoreError, match=r"cannot write probe/.*Read-only file system; nothing was published"):
+        Store.open(url)
+    assert [commit.token for commit in Store.open(url, read_only=True).commits()] == ["n0"]

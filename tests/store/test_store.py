@@ -292,3 +292,12 @@ def test_verify_reports_each_broken_object_and_goes_on(store: Store) -> None:
     assert len(report.problems) == 2
     assert any(nodes.name in problem and "missing" in problem for problem in report.problems)
     assert any(grades.name in problem and "truncated" in problem for problem in report.problems)
+
+
+def test_verify_foreign_files_among_the_manifests_are_named_and_ignored(store: Store) -> None:
+    commit_step(store, 0, "r0")
+    for name in ("notes.json", "00000000000000000001.json.part"):
+        (Path(store.storage.url) / "manifest" / name).write_text("{")
+    report = verify(Store.open(store.storage.url))
+    assert report.ok and report.num_commits == 1
+    assert report.foreign == ("manifest/00000000000000000001.json.part", "manifest/notes.json")
