@@ -215,11 +215,29 @@ class TrainConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """Who owns the cells when. `colocate`: one cell alternates between rollout and training."""
+    """Cells, and who owns them when. Cell 0 is the core: it holds the weights of record and takes the optimizer steps.
 
-    policy: Literal["colocate"] = "colocate"
+    Policies (gyre_core/scheduler/policy.py): `elastic` moves cells to training one by one as the rollouts of a burst
+    finish; `elastic_predictive` looks further; `colocate` moves all at once; `async_stream` and `async_off1` keep a
+    fixed split.
+    """
+
+    policy: Literal["elastic", "elastic_predictive", "colocate", "async_stream", "async_off1"] = "elastic"
+    cells: Annotated[int, Field(ge=1, le=64)] = 1  # each an engine and a trainer; rollout.slots are shared out evenly
+    train_cells: Annotated[int, Field(ge=1, le=63)] = 1  # of the fixed split: the first so many only train
     burst_steps: Literal[1] = 1  # mu: optimizer steps between two publications
-    staleness: Literal[0] = 0  # k: versions between dispatch and training; colocate is on-policy
+    staleness: Annotated[int, Field(ge=0, le=16)] = 0  # k = phi + mu - 1: versions between dispatch and training
+    heartbeat_s: Seconds = 2.0  # between two looks at each cell
+    dead_after_s: Seconds = 20.0  # a cell that does not answer for so long is killed and started again
+
+    @model_validator(mode="after")
+    def _check(self) -> "SchedulerConfig":
+        if self.policy.startswith("async") and self.train_cells >= self.cells:
+            raise ValueError(
+                f'scheduler.policy = "{self.policy}" needs cells that serve: scheduler.train_cells ({self.train_cells}) '
+                f"must be below scheduler.cells ({self.cells})"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -326,9 +344,24 @@ class RunConfig(Section):
                 f"engine.max_total_tokens ({self.engine.max_total_tokens}) is below model.context_length "
                 f"({self.model.context_length}): the engine could not hold one full call; raise it"
             )
+        if self.scheduler.cells > rollout.slots:
+            raise ValueError(
+                f"scheduler.cells ({self.scheduler.cells}) exceeds rollout.slots ({rollout.slots}): each cell needs a slot "
+                "of its own to serve a rollout; lower the one or raise the other"
+            )
+        if self.scheduler.cells > 1 and self.train.tensor_parallel * self.train.data_parallel > 1:
+            raise ValueError(
+                "several cells (scheduler.cells) train on one step only with train.tensor_parallel = 1 and "
+                "train.data_parallel = 1 so far: set one of them to 1"
+            )
         if self.proxy.processes > rollout.slots:
             raise ValueError(
                 f"proxy.processes ({self.proxy.processes}) exceeds rollout.slots ({rollout.slots}): each process needs "
                 "a slot of its own to serve a session; lower the one or raise the other"
             )
         return self
+
+    @property
+    def slots_per_cell(self) -> int:
+        """Rollouts that one cell serves at once; all cells together have at least `rollout.slots`."""
+        return -(-self.rollout.slots // self.scheduler.cells)

@@ -61,7 +61,7 @@ def test_load_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
         ("proxy.keepalive_s=21.0", "proxy.keepalive_s: Input should be less than or equal to 20"),
         ("proxy.journal_sync='never'", "proxy.journal_sync: Input should be 'call' or 'session'"),
         ("selection.role_order=['aux']", "must not hold 'aux'"),
-        ("scheduler.policy='magic'", "scheduler.policy: Input should be 'colocate'"),
+        ("scheduler.policy='magic'", "scheduler.policy: Input should be 'elastic'"),
         ("name='Not A Slug'", "name: String should match pattern"),
     ],
 )
