@@ -3,14 +3,23 @@
 Standard output holds results (with --json: one JSON object, last line); everything else goes to standard error.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from gyre_core.cli.bench import bench_app
+from gyre_core.cli.options import (
+    ConfigArgument,
+    JsonOption,
+    RunsDirOption,
+    SetOption,
+    print_outcome,
+    print_result,
+    print_text,
+)
 from gyre_core.cli.store import store_app
 from gyre_core.errors import GyreError
 
@@ -21,24 +30,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(help="Measurements: each prints a table, or one JSON object with --json.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(store_app, name="store")
 problems_app = typer.Typer(
     help="Problems: check what a run would train on, convert other layouts.", no_args_is_help=True
 )
 app.add_typer(problems_app, name="problems")
-
-ConfigArgument = Annotated[Path, typer.Argument(help="run configuration (TOML)", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
-RunsDirOption = Annotated[Path, typer.Option("--runs-dir", help="folder of runs")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="override a key: --set train.steps=4 (repeatable)")]
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """One line of JSON on standard output, the last thing a command prints there."""
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
 
 
 @app.command()
@@ -88,10 +85,7 @@ def inspect(
         result, text = inspect_run(runs_dir, run)
     else:
         result, text = inspect_rollout(runs_dir, run or "", rollout)
-    if as_json:
-        print_result(result)
-    else:
-        sys.stdout.write(text + "\n")
+    print_text(result, text, as_json)
 
 
 @app.command()
@@ -122,12 +116,7 @@ def replay(
         role_order=role_order,
         problems=problems,
     )
-    if as_json:
-        print_result(result)
-    else:
-        sys.stdout.write(text + "\n")
-    if not result["ok"]:
-        raise typer.Exit(1)
+    print_outcome(result, text, as_json)
 
 
 @app.command()
@@ -181,104 +170,6 @@ def cell(settings: Annotated[Path, typer.Option("--settings", help="JSON file of
     cell_main()
 
 
-@bench_app.command()
-def parity(
-    run: Annotated[str | None, typer.Argument(help="run (default: the newest)")] = None,
-    runs_dir: RunsDirOption = Path("runs"),
-    synthetic: Annotated[bool, typer.Option("--synthetic", help="only random models and trees: needs no run")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Sampler against trainer log-probs on a recorded run, and tree-packed against branch-by-branch training."""
-    from gyre_core.bench.parity import bench_parity, synthetic_parity
-
-    result = synthetic_parity() if synthetic else bench_parity(runs_dir, run)
-    if as_json:
-        print_result(result)
-    else:
-        for name, value in result.items():
-            sys.stdout.write(f"{name:36s} {value}\n")
-
-
-@bench_app.command()
-def tree(
-    tokens: Annotated[int, typer.Option(help="tokens of the rollout, each shared prefix counted once")] = 700_000,
-    calls: Annotated[int, typer.Option(help="model calls of the rollout")] = 500,
-    seed: Annotated[int, typer.Option(help="of the synthetic rollout")] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Record a synthetic rollout of many calls: build time, memory for each unique token, journal and seal."""
-    from gyre_core.bench.tree import bench_tree, tree_rows
-
-    result = bench_tree(num_tokens=tokens, num_calls=calls, seed=seed)
-    if as_json:
-        print_result(result)
-    else:
-        for name, value in tree_rows(result):
-            sys.stdout.write(f"{name:20s} {value}\n")
-
-
-@bench_app.command(name="select")
-def bench_select_command(
-    rollouts: Annotated[int, typer.Option(help="rollouts, in groups of 16")] = 1000,
-    calls: Annotated[int, typer.Option(help="model calls of one rollout")] = 500,
-    tokens: Annotated[int, typer.Option(help="tokens of one rollout, each shared prefix counted once")] = 200_000,
-    branching: Annotated[float, typer.Option(help="scales sub-agents, retries and steps back")] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the synthetic rollouts and the selection")] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Graded rollouts to training branches: tokens a second, and what a cap J and shared prefixes save in training."""
-    from gyre_core.bench.select import bench_select, select_rows
-
-    result = bench_select(num_rollouts=rollouts, num_calls=calls, num_tokens=tokens, seed=seed, branching=branching)
-    if as_json:
-        print_result(result)
-    else:
-        sys.stdout.write("\n".join(select_rows(result)) + "\n")
-
-
-@bench_app.command(name="proxy")
-def bench_proxy_command(
-    quick: Annotated[bool, typer.Option("--quick", help="a part of the table, in about a minute")] = False,
-    without_litellm: Annotated[bool, typer.Option("--without-litellm", help="measure Gyre's proxy alone")] = False,
-    litellm_venv: Annotated[
-        Path, typer.Option(help="environment that LiteLLM is installed into on demand (from the configured index)")
-    ] = Path(".bench/litellm"),
-    as_json: JsonOption = False,
-) -> None:
-    """What the proxy adds to a call, beside what LiteLLM's proxy adds: same client, same engine, same rounds."""
-    from gyre_core.bench.proxy import FULL, QUICK, bench_proxy, proxy_lines
-
-    result = bench_proxy(
-        QUICK if quick else FULL,
-        litellm_environment=None if without_litellm else litellm_venv,
-        report=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    if as_json:
-        print_result(result)
-    else:
-        sys.stdout.write("\n".join(proxy_lines(result)) + "\n")
-
-
-@bench_app.command(name="transfer")
-def bench_transfer_command(
-    size: Annotated[
-        list[int] | None, typer.Option("--size", help="MiB of a buffer (repeatable); default: 256 and 512")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="rounds; the median counts")] = 9,
-    without_mooncake: Annotated[bool, typer.Option("--without-mooncake", help="leave Mooncake out")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Buffers of the size of weights and gradients between two processes: Mooncake, a plain socket, shared memory."""
-    from gyre_core.bench.transfer import WEIGHTS_AND_GRADIENTS_MIB, bench_transfer, transfer_lines
-
-    sizes = size or list(WEIGHTS_AND_GRADIENTS_MIB)
-    result = bench_transfer(sizes, rounds=rounds, with_mooncake=not without_mooncake)
-    if as_json:
-        print_result(result)
-    else:
-        sys.stdout.write("\n".join(transfer_lines(result)) + "\n")
-
-
 @problems_app.command(name="check")
 def check_problems_command(
     source: Annotated[Path, typer.Argument(help="folder of problems, or manifest.toml#split", show_default=False)],
@@ -293,7 +184,7 @@ def check_problems_command(
     from gyre_core.cli.problems import check_problems
 
     result, text = check_problems(source, run_solution=run_solution, sandbox=sandbox, timeout_s=timeout_s)
-    _print_outcome(result, text, as_json)
+    print_outcome(result, text, as_json)
 
 
 @problems_app.command(name="convert")
@@ -306,58 +197,7 @@ def convert_problems_command(
     from gyre_core.cli.problems import convert_problems
 
     result, text = convert_problems(source, destination)
-    _print_outcome(result, text, as_json)
-
-
-def _print_outcome(result: dict[str, Any], text: str, as_json: bool) -> None:
-    if as_json:
-        print_result(result)
-    else:
-        sys.stdout.write(text + "\n")
-    if not result["ok"]:
-        raise typer.Exit(1)
-
-
-@bench_app.command("store")
-def bench_store_command(
-    url: Annotated[str | None, typer.Option(help="folder or s3://...; default: a temporary folder")] = None,
-    rollouts: Annotated[int, typer.Option(help="synthetic rollouts in one commit")] = 12,
-    calls: Annotated[int, typer.Option(help="model calls of a rollout")] = 300,
-    tokens: Annotated[int, typer.Option(help="unique tokens of a rollout")] = 500_000,
-    repeats: Annotated[int, typer.Option(help="rounds of writing and reading, in turns")] = 15,
-    as_json: JsonOption = False,
-) -> None:
-    """Bytes a token, and write and read speed of the store beside plain pyarrow on the same data."""
-    from gyre_core.bench.store import bench_store
-
-    result = bench_store(url, num_rollouts=rollouts, num_calls=calls, num_tokens=tokens, repeats=repeats)
-    if as_json:
-        print_result(result)
-    else:
-        for name, value in result.items():
-            sys.stdout.write(f"{name:26s} {value}\n")
-
-
-@bench_app.command(name="tree-train")
-def bench_tree_train_command(
-    quick: Annotated[bool, typer.Option("--quick", help="a small model, in seconds")] = False,
-    seed: Annotated[int, typer.Option(help="of the synthetic trees and the weights")] = 0,
-    threads: Annotated[int, typer.Option(help="CPU threads of the trainer")] = 1,
-    as_json: JsonOption = False,
-) -> None:
-    """A training step with shared prefixes computed once and branch by branch, beside what sharing could save."""
-    from gyre_core.bench.tree_train import FULL, QUICK, bench_tree_train, tree_train_lines
-
-    result = bench_tree_train(
-        QUICK if quick else FULL,
-        seed=seed,
-        threads=threads,
-        report=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    if as_json:
-        print_result(result)
-    else:
-        sys.stdout.write("\n".join(tree_train_lines(result)) + "\n")
+    print_outcome(result, text, as_json)
 
 
 def main() -> None:

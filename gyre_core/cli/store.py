@@ -4,7 +4,6 @@ Each command takes the name of a run (of --runs-dir) or a store's own place: a f
 """
 
 import io
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gyre_core.cli.options import JsonOption, RunsDirOption, print_outcome, print_text
 from gyre_core.errors import StoreError
 
 if TYPE_CHECKING:  # pyarrow takes half a second to import, and every command of gyre loads this module
@@ -23,8 +23,6 @@ RunArgument = Annotated[
     str | None,
     typer.Argument(metavar="[RUN_OR_URL]", help="run, store folder or s3://bucket/prefix (default: newest run)"),
 ]
-RunsDirOption = Annotated[Path, typer.Option("--runs-dir", help="folder of runs")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
 ApplyOption = Annotated[bool, typer.Option("--apply", help="do it; without this nothing is changed")]
 
 
@@ -55,16 +53,10 @@ def ls(
     store = open_store(run_or_url, runs_dir)
     if files is not None:
         places = store.files(files)
-        if as_json:
-            _print_json({"files": places})
-        else:
-            sys.stdout.write("".join(f"{place}\n" for place in places))
+        print_text({"files": places}, "\n".join(places), as_json)
         return
     result = list_store(store)
-    if as_json:
-        _print_json(result)
-    else:
-        sys.stdout.write(_list_text(result) + "\n")
+    print_text(result, "" if as_json else _list_text(result), as_json)
 
 
 @store_app.command(name="verify")
@@ -86,23 +78,15 @@ def verify_command(
         "unreferenced": list(report.unreferenced),
         "foreign": list(report.foreign),
     }
-    if as_json:
-        _print_json(result)
-    else:
-        for problem in report.problems:
-            sys.stdout.write(f"PROBLEM {problem}\n")
-        if report.unreferenced:
-            sys.stdout.write(
-                f"{len(report.unreferenced)} objects that no commit needs (gyre store gc removes old ones)\n"
-            )
-        for key in report.foreign:
-            sys.stdout.write(f"foreign, ignored: {key}\n")
-        sys.stdout.write(
-            f"{'ok' if report.ok else 'NOT OK'}: {report.num_commits} commits, {report.num_objects} objects, "
-            f"{report.num_blobs} blobs, {report.num_rollouts} rollouts, {report.size_bytes / 1e6:,.1f} MB\n"
-        )
-    if not report.ok:
-        raise typer.Exit(1)
+    lines = [f"PROBLEM {problem}" for problem in report.problems]
+    if report.unreferenced:
+        lines.append(f"{len(report.unreferenced)} objects that no commit needs (gyre store gc removes old ones)")
+    lines += [f"foreign, ignored: {key}" for key in report.foreign]
+    lines.append(
+        f"{'ok' if report.ok else 'NOT OK'}: {report.num_commits} commits, {report.num_objects} objects, "
+        f"{report.num_blobs} blobs, {report.num_rollouts} rollouts, {report.size_bytes / 1e6:,.1f} MB"
+    )
+    print_outcome(result, "\n".join(lines), as_json)
 
 
 @store_app.command()
@@ -125,16 +109,12 @@ def gc(
         "young": report.num_young,
         "keys": list(report.keys),
     }
-    if as_json:
-        _print_json(result)
-        return
-    for key in report.keys:
-        sys.stdout.write(f"{key}\n")
     did = "removed" if report.applied else "would remove (--apply does)"
-    sys.stdout.write(
+    summary = (
         f"{did} {len(report.keys)} objects, {report.size_bytes / 1e6:,.1f} MB; "
-        f"{report.num_young} more are younger than {grace_h:g} h\n"
+        f"{report.num_young} more are younger than {grace_h:g} h"
     )
+    print_text(result, "\n".join([*report.keys, summary]), as_json)
 
 
 @store_app.command(name="compact")
@@ -150,15 +130,11 @@ def compact_command(
 
     store = open_store(run_or_url, runs_dir, read_only=not apply)
     report = compact(store, target_bytes=target_mb * 2**20, apply=apply)
-    if as_json:
-        before, after = report.num_before, report.num_after
-        _print_json({"applied": report.applied, "before": before, "after": after, "bytes": report.size_bytes})
-        return
+    before, after = report.num_before, report.num_after
+    result = {"applied": report.applied, "before": before, "after": after, "bytes": report.size_bytes}
     did = "joined" if report.applied else "would join (--apply does)"
-    sys.stdout.write(
-        f"{did} {report.num_before} objects, {report.size_bytes / 1e6:,.1f} MB, into {report.num_after}; "
-        "the old ones stay until gyre store gc\n"
-    )
+    text = f"{did} {before} objects, {report.size_bytes / 1e6:,.1f} MB, into {after}"
+    print_text(result, f"{text}; the old ones stay until gyre store gc", as_json)
 
 
 @store_app.command(name="export")
@@ -176,18 +152,9 @@ def export_command(
         raise StoreError(f"--format {form}: use jsonl or hf")
     wanted: Format = "jsonl" if form == "jsonl" else "hf"
     report = export(open_store(run_or_url, runs_dir), folder, wanted)
-    if as_json:
-        _print_json({"folder": str(folder), "files": list(report.files), "rows": report.rows})
-        return
-    for name, count in report.rows.items():
-        sys.stdout.write(f"{name:12s} {count:>10,} rows\n")
-    sys.stdout.write(f"{len(report.files)} files in {folder}\n")
-
-
-def _print_json(result: dict[str, Any]) -> None:
-    from gyre_core.cli.main import print_result
-
-    print_result(result)
+    result = {"folder": str(folder), "files": list(report.files), "rows": report.rows}
+    lines = [f"{name:12s} {count:>10,} rows" for name, count in report.rows.items()]
+    print_text(result, "\n".join([*lines, f"{len(report.files)} files in {folder}"]), as_json)
 
 
 def list_store(store: "Store") -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""`gyre bench NAME`: measurements; the measuring itself is in gyre_core/bench.
+
+Standard output gets a table, or with --json one JSON object; progress goes to standard error.
+"""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gyre_core.cli.options import JsonOption, RunsDirOption, print_text
+
+bench_app = typer.Typer(help="Measurements: each prints a table, or one JSON object with --json.", no_args_is_help=True)
+
+
+def _columns(rows: Iterable[tuple[str, Any]], width: int) -> str:
+    return "\n".join(f"{name:{width}s} {value}" for name, value in rows)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@bench_app.command()
+def parity(
+    run: Annotated[str | None, typer.Argument(help="run (default: the newest)")] = None,
+    runs_dir: RunsDirOption = Path("runs"),
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="only random models and trees: needs no run")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Sampler against trainer log-probs on a recorded run, and tree-packed against branch-by-branch training."""
+    from gyre_core.bench.parity import bench_parity, synthetic_parity
+
+    result = synthetic_parity() if synthetic else bench_parity(runs_dir, run)
+    print_text(result, _columns(result.items(), 36), as_json)
+
+
+@bench_app.command()
+def tree(
+    tokens: Annotated[int, typer.Option(help="tokens of the rollout, each shared prefix counted once")] = 700_000,
+    calls: Annotated[int, typer.Option(help="model calls of the rollout")] = 500,
+    seed: Annotated[int, typer.Option(help="of the synthetic rollout")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Record a synthetic rollout of many calls: build time, memory for each unique token, journal and seal."""
+    from gyre_core.bench.tree import bench_tree, tree_rows
+
+    result = bench_tree(num_tokens=tokens, num_calls=calls, seed=seed)
+    print_text(result, _columns(tree_rows(result), 20), as_json)
+
+
+@bench_app.command(name="select")
+def bench_select_command(
+    rollouts: Annotated[int, typer.Option(help="rollouts, in groups of 16")] = 1000,
+    calls: Annotated[int, typer.Option(help="model calls of one rollout")] = 500,
+    tokens: Annotated[int, typer.Option(help="tokens of one rollout, each shared prefix counted once")] = 200_000,
+    branching: Annotated[float, typer.Option(help="scales sub-agents, retries and steps back")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the synthetic rollouts and the selection")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Graded rollouts to training branches: tokens a second, and what a cap J and shared prefixes save in training."""
+    from gyre_core.bench.select import bench_select, select_rows
+
+    result = bench_select(num_rollouts=rollouts, num_calls=calls, num_tokens=tokens, seed=seed, branching=branching)
+    print_text(result, "\n".join(select_rows(result)), as_json)
+
+
+@bench_app.command(name="proxy")
+def bench_proxy_command(
+    quick: Annotated[bool, typer.Option("--quick", help="a part of the table, in about a minute")] = False,
+    without_litellm: Annotated[bool, typer.Option("--without-litellm", help="measure Gyre's proxy alone")] = False,
+    litellm_venv: Annotated[
+        Path, typer.Option(help="environment that LiteLLM is installed into on demand (from the configured index)")
+    ] = Path(".bench/litellm"),
+    as_json: JsonOption = False,
+) -> None:
+    """What the proxy adds to a call, beside what LiteLLM's proxy adds: same client, same engine, same rounds."""
+    from gyre_core.bench.proxy import FULL, QUICK, bench_proxy, proxy_lines
+
+    result = bench_proxy(
+        QUICK if quick else FULL, litellm_environment=None if without_litellm else litellm_venv, report=_report
+    )
+    print_text(result, "\n".join(proxy_lines(result)), as_json)
+
+
+@bench_app.command(name="transfer")
+def bench_transfer_command(
+    size: Annotated[
+        list[int] | None, typer.Option("--size", help="MiB of a buffer (repeatable); default: 256 and 512")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="rounds; the median counts")] = 9,
+    without_mooncake: Annotated[bool, typer.Option("--without-mooncake", help="leave Mooncake out")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Buffers of the size of weights and gradients between two processes: Mooncake, a plain socket, shared memory."""
+    from gyre_core.bench.transfer import WEIGHTS_AND_GRADIENTS_MIB, bench_transfer, transfer_lines
+
+    sizes = size or list(WEIGHTS_AND_GRADIENTS_MIB)
+    result = bench_transfer(sizes, rounds=rounds, with_mooncake=not without_mooncake)
+    print_text(result, "\n".join(transfer_lines(result)), as_json)
+
+
+@bench_app.command("store")
+def bench_store_command(
+    url: Annotated[str | None, typer.Option(help="folder or s3://...; default: a temporary folder")] = None,
+    rollouts: Annotated[int, typer.Option(help="synthetic rollouts in one commit")] = 12,
+    calls: Annotated[int, typer.Option(help="model calls of a rollout")] = 300,
+    tokens: Annotated[int, typer.Option(help="unique tokens of a rollout")] = 500_000,
+    repeats: Annotated[int, typer.Option(help="rounds of writing and reading, in turns")] = 15,
+    as_json: JsonOption = False,
+) -> None:
+    """Bytes a token, and write and read speed of the store beside plain pyarrow on the same data."""
+    from gyre_core.bench.store import bench_store
+
+    result = bench_store(url, num_rollouts=rollouts, num_calls=calls, num_tokens=tokens, repeats=repeats)
+    print_text(result, _columns(result.items(), 26), as_json)
+
+
+@bench_app.command(name="tree-train")
+def bench_tree_train_command(
+    quick: Annotated[bool, typer.Option("--quick", help="a small model, in seconds")] = False,
+    seed: Annotated[int, typer.Option(help="of the synthetic trees and the weights")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads of the trainer")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """A training step with shared prefixes computed once and branch by branch, beside what sharing could save."""
+    from gyre_core.bench.tree_train import FULL, QUICK, bench_tree_train, tree_train_lines
+
+    result = bench_tree_train(QUICK if quick else FULL, seed=seed, threads=threads, report=_report)
+    print_text(result, "\n".join(tree_train_lines(result)), as_json)
