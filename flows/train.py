@@ -20,6 +20,7 @@ from flows.evaluate import evaluate_heldout
 from flows.rollout import TASK_RUNNER, run_groups
 from gyre_core.config import RunConfig
 from gyre_core.store import StepRecord
+from gyre_core.time_box import TimeBox
 from tasks.context import Box, RunContext
 from tasks.publishing import commit_step, publish_weights
 from tasks.rollouts import dispatch_rollouts
@@ -39,18 +40,30 @@ logger = logging.getLogger(__name__)
     validate_parameters=False,
     persist_result=False,
 )
-def train(config: RunConfig, run_id: str, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Train from the run's last committed step to `train.steps`; returns the summary that `gyre train` prints."""
+def train(
+    config: RunConfig, run_id: str, resume: bool = False, quiet: bool = False, max_wall_s: float | None = None
+) -> dict[str, Any]:
+    """Train from the run's last committed step to `train.steps`; returns the summary that `gyre train` prints.
+
+    With `max_wall_s` the run stops at the step boundary after which another step would not end in time; `finished`
+    tells whether it got to its end, and resuming it goes on.
+    """
     started = time.monotonic()
+    box = TimeBox(max_wall_s)
     with open_run(config, Path(config.runs_dir), run_id, resume=resume, quiet=quiet) as run:
         report_totals(run)
         if run.policy_version == 0:
             evaluate_heldout(run, "before", policy_version=0)
+        finished = True
         for step in range(run.policy_version, config.train.steps):
+            finished = box.has_room()
+            if not finished:
+                break
             train_step(run, step)
-        evaluate_heldout(run, "after", policy_version=config.train.steps)
+        if finished:
+            evaluate_heldout(run, "after", policy_version=config.train.steps)
         report_totals(run)
-        return {**run_summary(run), "wall_s": round(time.monotonic() - started, 1)}
+        return {**run_summary(run), "finished": finished, "wall_s": round(time.monotonic() - started, 1)}
 
 
 def train_step(run: RunContext, step: int) -> StepRecord:

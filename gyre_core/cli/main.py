@@ -47,11 +47,17 @@ def train(
     ] = False,
     overrides: SetOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress on standard error")] = False,
+    max_wall_s: Annotated[
+        float | None,
+        typer.Option("--max-wall-s", min=1, help="stop at the step boundary that still fits, to be resumed"),
+    ] = None,
 ) -> None:
     """Train a policy: rollouts, grading, selection, optimizer steps, publication. Ends with one JSON line."""
     from gyre_core.cli.train import run_training
 
-    print_result(run_training(config, run_id=run, resume=resume, overrides=overrides or [], quiet=quiet))
+    print_result(
+        run_training(config, run_id=run, resume=resume, overrides=overrides or [], quiet=quiet, max_wall_s=max_wall_s)
+    )
 
 
 @app.command()

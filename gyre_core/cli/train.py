@@ -25,9 +25,15 @@ _RESUMABLE_KEYS = (
 
 
 def run_training(
-    config_path: Path, *, run_id: str | None, resume: bool, overrides: Sequence[str], quiet: bool
+    config_path: Path,
+    *,
+    run_id: str | None,
+    resume: bool,
+    overrides: Sequence[str],
+    quiet: bool,
+    max_wall_s: float | None = None,
 ) -> dict[str, Any]:
-    """Run or continue a training; returns the summary."""
+    """Run or continue a training, within a time box when one is given; returns the summary."""
     config = load_run_config(config_path, overrides)
     if resume:
         run_id, config = _resumed(config, run_id, overrides)
@@ -37,7 +43,7 @@ def run_training(
     def call() -> dict[str, Any]:
         from flows.train import train
 
-        return train(config, run_id, resume=resume, quiet=quiet)
+        return train(config, run_id, resume=resume, quiet=quiet, max_wall_s=max_wall_s)
 
     return _in_prefect(config, call, quiet=quiet)
 
