@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -16,12 +17,30 @@ class CellSpan:
     """
 
     cell_id: str
-    kind: str  # rollout | training | switch | idle
+    kind: str  # rollout | training | switch | idle | dead
     start_s: float  # since the run's start
     end_s: float
 
 
-_COLOURS = {"rollout": "#3b7dd8", "training": "#e07b39", "switch": "#8a8f98", "idle": "#e4e6ea"}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelPoint:
+    """The water level from this moment on.
+
+    Example: LevelPoint(at_s=3.5, water_level=12, capacity=18)
+    """
+
+    at_s: float  # since the run's start
+    water_level: int  # rollouts that need an engine
+    capacity: int  # slots of the cells that serve
+
+
+_COLOURS = {
+    "rollout": "#3b7dd8",
+    "training": "#e07b39",
+    "switch": "#8a8f98",
+    "idle": "#e4e6ea",
+    "dead": "#b3261e",
+}
 
 
 def reward_curve_png(
@@ -45,11 +64,19 @@ def reward_curve_png(
     return _png(figure)
 
 
-def cell_timeline_png(spans: Sequence[CellSpan], *, title: str) -> bytes:
-    """One bar a cell: when it served, trained, switched, idled. Seconds since the run's start."""
-    cells = sorted({span.cell_id for span in spans})
-    figure = Figure(figsize=(7.2, 1.5 + 0.5 * max(1, len(cells))), dpi=110, layout="constrained")
-    axes = figure.subplots()
+def cell_timeline_png(spans: Sequence[CellSpan], *, title: str, levels: Sequence[LevelPoint] = ()) -> bytes:
+    """One bar a cell: when it served, trained, switched, idled. Below it the water level beside the slots that serve.
+
+    Seconds since the run's start.
+    """
+    cells = sorted({span.cell_id for span in spans}, reverse=True)  # the first cell on top
+    bars = 0.9 + 0.5 * max(1, len(cells))
+    figure = Figure(figsize=(7.2, bars + 0.6 + (1.6 if levels else 0.0)), dpi=110, layout="constrained")
+    if levels:
+        axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(bars, 1.6))
+        _draw_levels(below, levels)
+    else:
+        axes = below = figure.subplots()
     for kind, colour in _COLOURS.items():
         mine = [span for span in spans if span.kind == kind]
         if mine:
@@ -62,10 +89,23 @@ def cell_timeline_png(spans: Sequence[CellSpan], *, title: str) -> bytes:
                 label=kind,
             )
     axes.set_yticks(range(len(cells)), cells)
-    axes.set(xlabel="seconds since the start", title=title)
+    axes.set_title(title)
+    below.set_xlabel("seconds since the start")
     if spans:
-        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     return _png(figure)
+
+
+def _draw_levels(axes: Axes, levels: Sequence[LevelPoint]) -> None:
+    at = [point.at_s for point in levels]
+    axes.step(at, [point.water_level for point in levels], where="post", lw=1.4, color="#1b4f9c", label="water level")
+    axes.step(
+        at, [point.capacity for point in levels], where="post", lw=1.0, ls="--", color="#666666", label="serving slots"
+    )
+    axes.set_ylabel("rollouts", fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    axes.grid(alpha=0.3)
 
 
 def _png(figure: Figure) -> bytes:
