@@ -1,13 +1,16 @@
-"""Rollouts as Prefect tasks: keep `slots` of them running, grade each as it ends, hand on each group when it is whole.
+"""Rollouts as Prefect tasks: as many at once as the serving cells hold, each graded as it ends, each group handed on
+when it is whole.
 
-    specs --(at most `slots` at once)--> execute_rollout -> grade_rollout -> process_rollout -> complete_group
+    specs --(at most `capacity` at once)--> execute_rollout -> grade_rollout -> process_rollout -> complete_group
 
-Waits for: the next task that ends. Woken by: that task's callback. Nothing polls.
+One stream serves a whole run: rollouts of several batches may be in it at once, and go on while cells train. Waits for:
+the next task that ends. Woken by: that task's callback, a cell that comes back, the end of a task that runs beside it.
+Nothing polls.
 """
 
 import queue
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from prefect.futures import PrefectFuture
@@ -19,45 +22,109 @@ from tasks.grading import grade_rollout
 from tasks.rollouts import execute_rollout
 from tasks.trajectories import CompleteGroup, complete_group, process_rollout
 
-# Threads wait for harnesses and verifiers most of the time; how many rollouts run at once is `rollout.slots`, not this.
-TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=64)
+# Threads wait for harnesses and verifiers most of the time; how many rollouts run at once is not decided here.
+TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=128)
+
+
+class RolloutStream:
+    """See the module. The flow's own thread uses it; `poke` may come from any.
+
+    Example: stream = RolloutStream(run); stream.add(groups); list(stream.groups(ids))
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._waiting: deque[RolloutSpec] = deque()
+        self._running = 0
+        self._missing: dict[str, int] = {}  # group -> members that are not processed yet
+        self._members: dict[str, list[Box[Any]]] = {}
+        self._complete: dict[str, CompleteGroup] = {}  # that nobody has asked for yet
+        self._ended: queue.SimpleQueue[tuple[str, str, PrefectFuture[Any] | None]] = queue.SimpleQueue()
+
+    def add(self, groups: Sequence[Sequence[RolloutSpec]]) -> None:
+        """Rollouts to run, in this order; those of one group start together, so that early groups are whole early."""
+        for group in groups:
+            self._waiting.extend(group)
+            self._missing[group[0].group_id] = len(group)
+            self._members[group[0].group_id] = []
+        self._run.scheduling.burst.dispatched(sum(len(group) for group in groups))
+        self._start()
+
+    def put(self, groups: Collection[CompleteGroup]) -> None:
+        """Groups that are complete already (an earlier process of the run committed them)."""
+        self._complete.update({group.group_id: group for group in groups})
+
+    def knows(self, group_id: str) -> bool:
+        """Whether the group is under way, or complete and not asked for."""
+        return group_id in self._missing or group_id in self._complete
+
+    def num_complete(self, group_ids: Collection[str]) -> int:
+        """How many of these groups are complete and not asked for."""
+        return sum(group_id in self._complete for group_id in group_ids)
+
+    def beside(self, future: PrefectFuture[Any]) -> PrefectFuture[Any]:
+        """Watch a task that runs beside the rollouts: its failure ends the waiting for groups."""
+        self._watch("beside", "", future)
+        return future
+
+    def poke(self) -> None:
+        """The capacity may have changed."""
+        self._ended.put(("poke", "", None))
+
+    def groups(self, group_ids: Collection[str]) -> Iterator[CompleteGroup]:
+        """Each of these groups once, as soon as it is graded, selected and stored; others are kept for later.
+
+        An error of the run itself (full disk, lost proxy) and of a task beside is raised; a bad rollout is data inside
+        its group.
+        """
+        wanted = set(group_ids)
+        while wanted:
+            for group_id in [name for name in self._complete if name in wanted]:
+                wanted.discard(group_id)
+                yield self._complete.pop(group_id)
+            if wanted:
+                self._step()
+
+    def _step(self) -> None:
+        stage, group_id, future = self._ended.get()
+        result = future.result() if future is not None else None
+        if stage == "execute":
+            self._running -= 1
+            self._run.scheduling.burst.finished()
+            self._watch("grade", group_id, grade_rollout.submit(self._run, result))
+        elif stage == "grade":
+            self._watch("process", group_id, process_rollout.submit(self._run, result))
+        elif stage == "process":
+            self._members[group_id].append(result)
+            self._missing[group_id] -= 1
+            if not self._missing[group_id]:
+                members = Box(self._members.pop(group_id))
+                self._watch("complete", group_id, complete_group.submit(self._run, group_id, members))
+        elif stage == "complete":
+            del self._missing[group_id]
+            self._complete[group_id] = result.value
+        self._start()
+
+    def _start(self) -> None:
+        while self._waiting and self._running < self._run.scheduling.capacity():
+            spec = self._waiting.popleft()
+            self._running += 1
+            self._watch("execute", spec.group_id, execute_rollout.submit(self._run, spec))
+
+    def _watch(self, stage: str, group_id: str, future: PrefectFuture[Any]) -> None:
+        future.add_done_callback(lambda done: self._ended.put((stage, group_id, done)))
+
+
+def stream_of(run: RunContext) -> RolloutStream:
+    """The run's stream, made at its first use."""
+    if run.stream is None:
+        run.stream = RolloutStream(run)
+        run.scheduling.on_capacity(run.stream.poke)
+    return run.stream
 
 
 def run_groups(run: RunContext, groups: Sequence[Sequence[RolloutSpec]]) -> Iterator[CompleteGroup]:
-    """Run the groups' rollouts; yields each group once, as soon as it is graded, selected and stored.
-
-    Rollouts of one group start together, so that early groups are whole early. An error of the run itself (full disk,
-    lost proxy) is raised; a bad rollout is data inside its group.
-    """
-    waiting = deque(spec for group in groups for spec in group)
-    missing = {group[0].group_id: len(group) for group in groups}
-    members: dict[str, list[Box[Any]]] = {group[0].group_id: [] for group in groups}
-    ended: queue.SimpleQueue[tuple[str, str, PrefectFuture[Any]]] = queue.SimpleQueue()
-
-    def watch(stage: str, group_id: str, future: PrefectFuture[Any]) -> None:
-        future.add_done_callback(lambda done: ended.put((stage, group_id, done)))
-
-    def start_next() -> None:
-        if waiting:
-            spec = waiting.popleft()
-            watch("execute", spec.group_id, execute_rollout.submit(run, spec))
-
-    for _ in range(run.config.rollout.slots):
-        start_next()
-    remaining = len(missing)
-    while remaining:
-        stage, group_id, future = ended.get()
-        result = future.result()
-        if stage == "execute":
-            start_next()
-            watch("grade", group_id, grade_rollout.submit(run, result))
-        elif stage == "grade":
-            watch("process", group_id, process_rollout.submit(run, result))
-        elif stage == "process":
-            members[group_id].append(result)
-            missing[group_id] -= 1
-            if not missing[group_id]:
-                watch("complete", group_id, complete_group.submit(run, group_id, Box(members.pop(group_id))))
-        else:
-            remaining -= 1
-            yield result.value
+    """Run these groups' rollouts beside whatever runs; yields each group once, when it is whole."""
+    stream = stream_of(run)
+    stream.add(groups)
+    yield from stream.groups([group[0].group_id for group in groups])

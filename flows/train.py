@@ -1,12 +1,14 @@
 """The flow `train`: one run of training, resumable at any step.
 
     for each step:
-        dispatch_rollouts -> run_groups (execute, grade, process, complete) -> rebalance_cells (to training)
-          -> stream_train -> publish_weights -> commit_step -> rebalance_cells (back to rollout)
+        dispatch_rollouts -> RolloutStream (execute, grade, process, complete) --groups--> stream_train
+                             rebalance_cells moves cells beside both           --> publish_weights -> commit_step
 
-Who waits for whom: training waits for the step's last group (policy `colocate`), publication for the optimizer step,
-the next dispatch for the verified publication. What a killed process leaves is whole: groups are committed as they
-complete, the step as its last act; resuming reads both and goes on with what is missing.
+Who waits for whom: training takes each group as it becomes whole, on the cells that the scheduler moves to it while the
+others still serve; the optimizer step waits for the step's last group, publication for the optimizer step, the next
+dispatch for the commit. With `scheduler.staleness` = k the rollouts of the k next steps run meanwhile. What a killed
+process leaves is whole: groups are committed as they complete, the step as its last act; resuming reads both and goes
+on with what is missing.
 """
 
 import logging
@@ -17,17 +19,17 @@ from typing import Any
 from prefect import flow
 
 from flows.evaluate import evaluate_heldout
-from flows.rollout import TASK_RUNNER, run_groups
+from flows.rollout import TASK_RUNNER, RolloutStream, stream_of
 from gyre_core.config import RunConfig
 from gyre_core.store import StepRecord
 from gyre_core.time_box import TimeBox
 from tasks.context import Box, RunContext
 from tasks.publishing import commit_step, publish_weights
-from tasks.rollouts import dispatch_rollouts
+from tasks.rollouts import batches_ahead, dispatch_rollouts, next_rollouts
 from tasks.runs import open_run
 from tasks.scheduling import rebalance_cells
 from tasks.summary import report_step, report_totals, run_summary
-from tasks.training import stream_train
+from tasks.training import Inbox, stream_train
 from tasks.trajectories import CompleteGroup, stored_groups
 
 logger = logging.getLogger(__name__)
@@ -67,28 +69,52 @@ def train(
 
 
 def train_step(run: RunContext, step: int) -> StepRecord:
-    """One step, from dispatch to commit."""
+    """One step, from dispatch to commit. Rollouts of later steps may be dispatched with it, and go on after it."""
     label = step + 1
     started = time.monotonic()
-    planned = dispatch_rollouts(run, step, label).value
-    stored = stored_groups(run, step)
-    missing = [group for group in planned if group[0].group_id not in stored]
-    dispatched = sum(len(group) for group in planned)
-    run.progress.begin(f"step {label}: rollouts", num_rollouts=sum(len(group) for group in missing))
-    groups: list[CompleteGroup] = [*stored.values(), *run_groups(run, missing)]
+    stream, scheduling = stream_of(run), run.scheduling
+    batches = [dispatch_batch(run, stream, batch, label) for batch in batches_ahead(run, step)]
+    ids = batches[0]
+    scheduling.begin_step(
+        step,
+        groups=len(ids),
+        next_ready=sum(map(stream.num_complete, batches[1:])),
+        pending_dispatch=next_rollouts(run, step),
+    )
+    inbox = Inbox()
+    rebalancing = stream.beside(rebalance_cells.submit(run, label))
+    training = stream.beside(stream_train.submit(run, label, Box(inbox)))
+    groups: list[CompleteGroup] = []
+    for group in stream.groups(ids):
+        groups.append(group)
+        inbox.put(group)
+        scheduling.burst.group_ready()
+    inbox.close()
     rollout_s = time.monotonic() - started
-    counters = {"dispatched": dispatched, "finished": dispatched}
     run.progress.begin(f"step {label}: training")
-    rebalance_cells(run, label, **counters, ready_groups=len(groups), untrained_groups=len(groups))
-    trained = stream_train(run, label, Box(groups))
+    trained = training.result()
     run.progress.begin(f"step {label}: publishing")
     published = publish_weights(run, label, trained)
     record = commit_step(
         run, label, Box(groups), trained, published, rollout_s=rollout_s, step_s=time.monotonic() - started
     ).value
-    rebalance_cells(run, label, **counters, ready_groups=0, untrained_groups=0)
+    scheduling.burst.end()
+    rebalancing.result()
     report_step(run, record)
     every = run.config.evaluate.every
     if every and label % every == 0 and label < run.config.train.steps:
         evaluate_heldout(run, f"step-{label}", policy_version=label)
     return record
+
+
+def dispatch_batch(run: RunContext, stream: RolloutStream, batch: int, label: int) -> list[str]:
+    """Dispatch the groups of step `batch` that are neither stored nor under way; returns the ids of all its groups."""
+    planned = dispatch_rollouts(run, batch, label).value
+    ids = [group[0].group_id for group in planned]
+    if not any(stream.knows(group_id) for group_id in ids):
+        stored = stored_groups(run, batch)
+        stream.put(stored.values())
+        missing = [group for group in planned if group[0].group_id not in stored]
+        run.progress.begin(f"step {label}: rollouts", num_rollouts=sum(len(group) for group in missing))
+        stream.add(missing)
+    return ids

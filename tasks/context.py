@@ -2,14 +2,12 @@
 parameters, and a trajectory has thousands of nodes.
 """
 
-import time
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gyre_core.config import RunConfig
 from gyre_core.grading.problems import Problem
 from gyre_core.metrics import MetricsWriter
-from gyre_core.pictures import CellSpan
 from gyre_core.rollout.environment import Environment
 from gyre_core.rollout.keep import WorkspaceKeeper
 from gyre_core.run_folder import RunFolder
@@ -17,6 +15,9 @@ from gyre_core.store import Store
 from tasks.progress import RunProgress
 from tasks.reporting import RunReporter
 from tasks.services import Services
+
+if TYPE_CHECKING:
+    from tasks.scheduling import Scheduling
 
 T = TypeVar("T")
 
@@ -37,8 +38,8 @@ class Box(Generic[T]):
 class RunContext:
     """One run's objects, built once by the flow and handed to every task.
 
-    Mutable parts: `policy_version` (the committed one, moved by commit_step alone), `cell_version` (the trainer's,
-    ahead of it between the optimizer step and the commit), `decisions` of the open step, and the reporting lists.
+    Mutable parts: `policy_version` (the committed one, moved by commit_step alone), `cell_version` (the core's, ahead
+    of it between the optimizer step and the commit), `scheduling`, `stream`, and the reporting lists.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RunContext:
         sandbox: Environment,
         progress: RunProgress,
         reporter: RunReporter,
+        scheduling: "Scheduling",
         metrics: MetricsWriter,
         policy_version: int,
     ) -> None:
@@ -69,11 +71,9 @@ class RunContext:
         self.keeper = WorkspaceKeeper(store, config.grading)
         self.policy_version = policy_version
         self.cell_version = policy_version
-        self.decisions: list[dict[str, Any]] = []
-        self.started_s = time.time()
-        self.spans: list[CellSpan] = []
+        self.scheduling = scheduling
+        self.stream: Any = None  # the flow's RolloutStream, made at its first use
         self.outcome_rows: list[dict[str, Any]] = []
-        self._span_start_s = 0.0
 
     def problem(self, problem_id: str) -> Problem:
         """A training or held-out problem by id."""
@@ -82,10 +82,3 @@ class RunContext:
     def workspace_root(self, rollout_id: str) -> Path:
         """The folder of a rollout's workspace, private to it."""
         return self.folder.work / "rollouts" / rollout_id
-
-    def mark_span(self, kind: str) -> None:
-        """Close the time since the last mark as `kind` in the cell's timeline."""
-        now_s = time.time() - self.started_s
-        if now_s - self._span_start_s > 0.01:
-            self.spans.append(CellSpan(cell_id="cell-0", kind=kind, start_s=self._span_start_s, end_s=now_s))
-        self._span_start_s = now_s

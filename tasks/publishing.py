@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,29 @@ def export_path(run: RunContext, policy_version: int) -> Path:
 
 @task(name="publish_weights", task_run_name="step {step_label} / publish", cache_policy=NO_CACHE)
 def publish_weights(run: RunContext, step_label: int, trained: Box[TrainedStep]) -> Box[dict[str, Any]]:
-    """Save the trainer's state, and meanwhile bring its weights into the engine and verify them by checksum.
+    """Save the core's state, and meanwhile bring its weights into every engine that serves, verified by checksum.
 
+    Engines of cells that serve already take them one after the other; cells that trained take them on their way back.
     The checkpoint is begun first and waited for last: the files are written while the weights are published (and
     exported), and this task ends, so that the step can be committed, only when they are durable. Once the step is
     committed, a resumed run must find the state that the commit names. Folders of these names are leftovers of a
     process that died before its commit, and are replaced.
     """
     started = time.monotonic()
-    cell = run.services.cell
+    fleet = run.services.fleet
+    cell = fleet.core
     path = checkpoint_path(run, run.cell_version)
     _remove_leftovers(path)
     saved = cell.save_checkpoint(str(path), _frontier(run, step_label, trained.value))
-    published = cell.publish()
+    published = asdict(fleet.refresh(run.cell_version))
+    run.scheduling.burst.trained()  # not before: a cell that returns takes the version that the fleet knows
     export = export_path(run, run.cell_version) if _is_due(run.cell_version, run.config.train.export_every) else None
     if export is not None:
         _remove_leftovers(export)
         cell.export_hf(str(export))
+    run.scheduling.wait_returned()
     written = cell.finish_checkpoint()
+    fleet.set_checkpoint(path, run.cell_version)
     return Box(
         {
             "checkpoint": path.name,
@@ -121,7 +127,8 @@ def commit_step(
             "groups": {group.group_id: group.commit_seq for group in groups.value},
             "publish": report["publish"],
             "export": report["export"],
-            "decisions": run.decisions,
+            "decisions": run.scheduling.take_decisions(),
+            "account": result.account,
             "workspaces": {
                 "kept": sum(group.workspaces_kept for group in groups.value),
                 "dropped": {name: why for group in groups.value for name, why in group.workspaces_dropped.items()},
@@ -137,7 +144,6 @@ def commit_step(
     )
     run.store.commit_step(record, token=f"step-{step:06d}")
     run.policy_version = run.cell_version
-    run.decisions = []
     _prune_checkpoints(run)
     return Box(record)
 

@@ -19,7 +19,7 @@ from prefect.artifacts import (
 )
 from prefect.events import emit_event
 
-from gyre_core.pictures import CellSpan, cell_timeline_png, reward_curve_png
+from gyre_core.pictures import CellSpan, LevelPoint, cell_timeline_png, reward_curve_png
 
 
 class RunReporter:
@@ -52,9 +52,10 @@ class RunReporter:
         png = reward_curve_png(steps, rewards, heldout, title=f"{self._run_id}: reward")
         self._image("reward", png, "mean reward: training by step, held-out by version")
 
-    def cell_timeline(self, spans: Sequence[CellSpan]) -> None:
-        """Picture of who served, trained and switched when."""
-        self._image("cells", cell_timeline_png(spans, title=f"{self._run_id}: cells"), "what the cells did")
+    def cell_timeline(self, spans: Sequence[CellSpan], levels: Sequence[LevelPoint]) -> None:
+        """Picture of who served, trained and switched when, and the water level below it."""
+        png = cell_timeline_png(spans, title=f"{self._run_id}: cells", levels=levels)
+        self._image("cells", png, "what the cells did, and the water level")
 
     def outcomes(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rollouts by outcome, step by step, with the reasons of exclusions."""
@@ -90,6 +91,14 @@ class RunReporter:
             event=f"gyre.cell.{to}",
             resource={"prefect.resource.id": f"gyre.cell.{cell_id}", "prefect.resource.name": cell_id},
             payload={"run": self._run_id, "to": to, "reason": reason, "epoch": epoch},
+        )
+
+    def cell_event(self, cell_id: str, kind: str, reason: str) -> None:
+        """An event for a cell that died or came back."""
+        emit_event(
+            event=f"gyre.cell.{kind}",
+            resource={"prefect.resource.id": f"gyre.cell.{cell_id}", "prefect.resource.name": cell_id},
+            payload={"run": self._run_id, "reason": reason},
         )
 
     def _image(self, name: str, png: bytes, description: str) -> None:

@@ -35,6 +35,18 @@ def dispatch_rollouts(run: RunContext, step: int, step_label: int) -> Box[list[t
     return Box(groups)
 
 
+def batches_ahead(run: RunContext, step: int) -> range:
+    """The steps whose rollouts are dispatched when step `step` begins: its own, and the next k."""
+    return range(step, min(step + run.config.scheduler.staleness + 1, max(run.config.train.steps, step + 1)))
+
+
+def next_rollouts(run: RunContext, step: int) -> int:
+    """Rollouts that will be dispatched when step `step` has ended."""
+    rollout = run.config.rollout
+    more = step + 1 + run.config.scheduler.staleness < run.config.train.steps
+    return rollout.group_size * rollout.groups_per_step if more else 0
+
+
 @task(name="execute_rollout", task_run_name="{spec.label}", cache_policy=NO_CACHE, tags=["rollout"])
 def execute_rollout(run: RunContext, spec: RolloutSpec) -> Box[ExecutedRollout]:
     """Run one harness in its sandbox against the proxy; a bad rollout comes back as data.

@@ -23,8 +23,9 @@ from tasks.context import RunContext
 from tasks.prefect_runs import close_dead_runs
 from tasks.progress import RunProgress
 from tasks.reporting import RunReporter
-from tasks.scheduling import open_engines
+from tasks.scheduling import Scheduling
 from tasks.services import running_services
+from tasks.work_pools import WorkPools
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def open_run(
             running_services(config, folder, policy_version=policy_version, checkpoint=checkpoint)
         )
         reporter = RunReporter(run_id, num_steps=config.train.steps)
+        scheduling = Scheduling(config, services.fleet, reporter, pools=WorkPools.open())
         run = RunContext(
             config=config,
             folder=folder,
@@ -72,14 +74,20 @@ def open_run(
             sandbox=sandbox,
             progress=progress,
             reporter=reporter,
+            scheduling=scheduling,
             metrics=stack.enter_context(MetricsWriter(folder.path)),
             policy_version=policy_version,
         )
-        open_engines(run)
+        scheduling.open()
         reporter.store_link(config.store.url or folder.store_url)
-        run.mark_span("switch")
-        progress.note("engine, trainer and proxy are ready")
+        progress.note(f"{cells_text(config)} and proxy are ready")
         yield run
+
+
+def cells_text(config: RunConfig) -> str:
+    """The run's cells in words."""
+    cells = config.scheduler.cells
+    return "engine, trainer" if cells == 1 else f"{cells} cells (an engine and a trainer each)"
 
 
 def hidden_folders(config: RunConfig, folder: RunFolder) -> list[Path]:

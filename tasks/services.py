@@ -1,8 +1,8 @@
-"""The processes a run needs beside itself: its proxies and its cell. Started together, stopped together.
+"""The processes a run needs beside itself: its proxies, its cells, and a KV store. Started together, stopped together.
 
 Enters: the run's configuration and folder. Leaves: their addresses and secrets, which never appear in a Prefect
 parameter, a log line or the store. All end when this process ends, whatever ends it. A proxy that dies is started again
-(gyre_core/proxy/supervisor.py); a cell that dies ends the run.
+(gyre_core/proxy/supervisor.py), and so is a cell (gyre_core/cells/fleet.py).
 """
 
 import contextlib
@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from gyre_core.cells.fleet import CellFleet
+from gyre_core.engine.kv_store import KvStore
 from pydantic import ValidationError
 
-from gyre_core.cells.client import CellClient
-from gyre_core.cells.settings import CellSettings
+from gyre_core.cells.settings import CellSettings, MembersSettings
 from gyre_core.config import RunConfig
-from gyre_core.errors import ConfigError, EngineError, GyreError
-from gyre_core.process import ChildProcess, free_port, new_secret, python_command, secret_file
+from gyre_core.errors import ConfigError
+from gyre_core.process import free_port, new_secret
 from gyre_core.proxy.pool import Shards
 from gyre_core.proxy.settings import ProxySettings
 from gyre_core.proxy.supervisor import ProxySupervisor
@@ -34,53 +35,70 @@ CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 class Services:
     """Where the run's processes are.
 
-    Example: with running_services(config, folder, ...) as services: services.cell.status()
+    Example: with running_services(config, folder, ...) as services: services.fleet.views()
     """
 
     proxies: Shards
-    cell: CellClient
+    fleet: CellFleet
 
 
 @contextlib.contextmanager
 def running_services(
     config: RunConfig, folder: RunFolder, *, policy_version: int, checkpoint: Path | None
 ) -> Iterator[Services]:
-    """Start the proxies and the cell host; raises ConfigError, EngineError or ProxyError with a log's tail."""
+    """Start the proxies and the cells; raises ConfigError, EngineError or ProxyError with a log's tail."""
     proxies = proxy_settings(config, folder)
     folder.logs.mkdir(exist_ok=True)
-    cell_settings = CellSettings(
-        cell_id="cell-0",
-        port=free_port(),
-        secret=new_secret(),
-        model_path=config.model.path,
-        context_length=config.model.context_length,
-        slots=config.rollout.slots,
-        seed=config.seed,
-        work_dir=folder.path,
-        engine=config.engine,
-        train=config.train,
-        transfer=config.transfer,
-        policy_version=policy_version,
-        checkpoint=checkpoint,
-    )
     with contextlib.ExitStack() as stack:
-        cell = CellClient(f"http://{cell_settings.host}:{cell_settings.port}", cell_settings.secret)
-        stack.callback(cell.close)
-        cell_file = stack.enter_context(secret_file(folder.work / "cell.json", cell_settings.model_dump_json()))
-        host = ChildProcess(
-            "cell host",
-            python_command("gyre_core.cells", "--settings", str(cell_file)),
-            log_path=folder.logs / "cells.log",
-            env=CHILD_ENVIRONMENT,
-        )
-        stack.callback(host.stop, grace_s=20)
         supervisor = stack.enter_context(
             ProxySupervisor(proxies, work=folder.work, logs=folder.logs, env=CHILD_ENVIRONMENT)
         )
-        boot_s = config.engine.boot_timeout_s + 60
-        host.wait_until(lambda: _answers(cell), timeout_s=boot_s, error=EngineError)
+        kv_address = None
+        if config.engine.kv_store == "mooncake":
+            kv_address = stack.enter_context(KvStore(log_path=folder.logs / "kv-store.log")).address
+        cells = cell_settings(config, folder, policy_version=policy_version, kv_store=kv_address, checkpoint=checkpoint)
+        fleet = stack.enter_context(
+            CellFleet(
+                cells,
+                shards=supervisor.shards,
+                logs=folder.logs,
+                work=folder.work,
+                scheduler=config.scheduler,
+                env=CHILD_ENVIRONMENT,
+            )
+        )
         supervisor.wait_ready()
-        yield Services(proxies=supervisor.shards, cell=cell)
+        yield Services(proxies=supervisor.shards, fleet=fleet)
+
+
+def cell_settings(
+    config: RunConfig, folder: RunFolder, *, policy_version: int, kv_store: str | None, checkpoint: Path | None
+) -> list[CellSettings]:
+    """One cell's settings each: the core first, which alone starts from the checkpoint."""
+    several = config.scheduler.cells > 1
+    members = MembersSettings(port=free_port(), secret=new_secret())
+    return [
+        CellSettings(
+            cell_id=f"cell-{index}",
+            port=free_port(),
+            secret=new_secret(),
+            model_path=config.model.path,
+            context_length=config.model.context_length,
+            slots=config.slots_per_cell,
+            seed=config.seed,
+            work_dir=folder.path,
+            engine=config.engine,
+            train=config.train,
+            transfer=config.transfer,
+            kv_store=kv_store,
+            policy_version=policy_version if index == 0 else 0,
+            checkpoint=checkpoint if index == 0 else None,
+            members=members if index == 0 and several else None,
+            core_url=f"http://{members.host}:{members.port}" if index else None,
+            core_secret=members.secret if index else None,
+        )
+        for index in range(config.scheduler.cells)
+    ]
 
 
 def proxy_settings(config: RunConfig, folder: RunFolder) -> list[ProxySettings]:
@@ -104,11 +122,3 @@ def proxy_settings(config: RunConfig, folder: RunFolder) -> list[ProxySettings]:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False)]
         raise ConfigError(f"the section [proxy] cannot be used: {'; '.join(problems)}") from error
-
-
-def _answers(cell: CellClient) -> bool:
-    try:
-        cell.status()
-    except GyreError:
-        return False
-    return True

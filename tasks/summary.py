@@ -189,5 +189,6 @@ def _pictures(run: RunContext) -> None:
     if steps or heldout:
         rewards = [float(record.stats["reward_mean"]) for record in steps]
         run.reporter.reward_curve([record.step for record in steps], rewards, sorted(heldout))
-    if run.spans:
-        run.reporter.cell_timeline(run.spans)
+    timeline = run.scheduling.timeline
+    if timeline.spans():
+        run.reporter.cell_timeline(timeline.spans(), timeline.levels())

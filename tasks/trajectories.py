@@ -71,8 +71,9 @@ def complete_group(run: RunContext, group_id: str, members: Box[list[Box[Process
 def stored_groups(run: RunContext, step: int) -> dict[str, CompleteGroup]:
     """The groups of a step that an earlier process of this run committed, rebuilt as they were."""
     groups = {}
+    oldest = step - run.config.scheduler.staleness
     for commit in run.store.commits("group"):
-        if commit.record["step"] == step and commit.record["policy_version"] == run.policy_version:
+        if commit.record["step"] == step and commit.record["policy_version"] >= oldest:
             group_id = str(commit.record["group_id"])
             rollouts = run.store.read_rollouts(commit)
             groups[group_id] = _completed(run, group_id, [_processed(rollout) for rollout in rollouts])
@@ -99,11 +100,14 @@ def _completed(run: RunContext, group_id: str, processed: Sequence[ProcessedRoll
     rollouts = [item.rollout for item in processed]
     training = rollouts[0].spec.step >= 0
     temperature = run.config.rollout.temperature if training else run.config.evaluate.temperature
+    version = (
+        rollouts[0].spec.step if training else run.policy_version
+    )  # step s is trained from the weights of version s
     built = build_branches(
         rollouts,
         selection=run.config.selection,
         run_seed=run.config.seed,
-        trainer_version=run.policy_version,
+        trainer_version=version,
         max_staleness=run.config.scheduler.staleness,
         temperature=temperature,
     )
@@ -126,7 +130,6 @@ def _completed(run: RunContext, group_id: str, processed: Sequence[ProcessedRoll
     }
     kind = "group" if training else "heldout-group"
     commit = run.store.commit_rollouts(kind, rollouts, branches, record, token=group_id)
-    version = run.policy_version
     return CompleteGroup(
         group_id=group_id,
         branches=branches,

@@ -13,7 +13,6 @@ from flows.rollout import TASK_RUNNER, run_groups
 from flows.train import train_step
 from gyre_core.cli.inspect import inspect_run
 from gyre_core.errors import TrainError
-from gyre_core.proxy.settings import EngineEntry
 from gyre_core.rollout.dispatch import plan_groups
 from gyre_core.run_folder import RunFolder
 from gyre_core.train.accounting import PHASES, phase_shares
@@ -22,7 +21,7 @@ from tasks.context import RunContext
 from tasks.summary import run_summary
 from tests.support.rollouts import Finished
 from tests.support.runs import (
-    FakeCell,
+    FakeFleet,
     SimulatedDeath,
     finished_rollout,
     make_context,
@@ -65,9 +64,7 @@ class Executed:
 
 
 class NoAdmin:
-    """The proxy's admin verbs, recorded."""
-
-    engines: list[list[EngineEntry]] = []  # noqa: RUF012 - shared on purpose: tasks build their own clients
+    """The proxy's admin API, which the fakes of harness and verifier never use."""
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -76,9 +73,6 @@ class NoAdmin:
 
     async def __aexit__(self, *_: Any) -> None: ...
 
-    async def set_engines(self, engines: list[EngineEntry], policy_version: int) -> None:
-        NoAdmin.engines.append(engines)
-
 
 @pytest.fixture
 def rollouts(monkeypatch: pytest.MonkeyPatch) -> Rollouts:
@@ -86,8 +80,6 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> Rollouts:
     monkeypatch.setattr("tasks.rollouts.execute", made.execute)
     monkeypatch.setattr("tasks.grading.grade", made.grade)
     monkeypatch.setattr("tasks.rollouts.ProxyPool", NoAdmin)
-    monkeypatch.setattr("tasks.scheduling.ProxyPool", NoAdmin)
-    monkeypatch.setattr(NoAdmin, "engines", [])
     return made
 
 
@@ -100,7 +92,7 @@ def steps_flow(run: RunContext, until: int) -> None:
 def test_steps_train_every_group_once_and_in_order(tmp_path: Path, rollouts: Rollouts) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.create(config, "r1")
-    run = make_context(config, folder, FakeCell(policy_version=0))
+    run = make_context(config, folder, FakeFleet(policy_version=0))
     steps_flow(run, 3)
     records = run.store.read_steps()
     assert [(record.step, record.version_before, record.version_after) for record in records] == [
@@ -112,9 +104,8 @@ def test_steps_train_every_group_once_and_in_order(tmp_path: Path, rollouts: Rol
     assert len(trained) == 6 and set(trained.values()) == {1}
     assert set(rollouts.executed.values()) == {1} and len(rollouts.executed) == 18
     assert rollouts.most_at_once <= config.rollout.slots
+    assert run.services.fleet.moved == [("cell-0", "train"), ("cell-0", "rollout")] * 3  # type: ignore[attr-defined]
     assert [move for move, _ in run.reporter.moves] == ["train", "rollout"] * 3  # type: ignore[attr-defined]
-    entry = EngineEntry(url="http://127.0.0.1:1", slots=2, api_key="key-of-the-engine")
-    assert NoAdmin.engines == [[], [entry]] * 3, "calls are held back before the cell leaves, let in after it is back"
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["version-00002", "version-00003"]
     assert records[0].denominators == {"rollouts": 6}
     assert records[0].stats["reward_mean"] == 0.5
@@ -123,13 +114,15 @@ def test_steps_train_every_group_once_and_in_order(tmp_path: Path, rollouts: Rol
 @pytest.mark.parametrize(
     "die_at",
     [
-        ("role", 3),  # step 2 begins to train
-        ("micro_step", 3),
-        ("optimizer_step", 2),
+        ("train_open", 2),
+        ("train_group", 3),
+        ("train_seal", 3),
+        ("move", 3),  # step 2 begins to train
+        ("train_finish", 2),
         ("save_checkpoint", 2),
-        ("publish", 2),
+        ("refresh", 2),
+        ("move", 4),  # step 2's weights are on their way back to rollout
         ("finish_checkpoint", 2),
-        ("role", 4),  # after step 2's commit, on the way back to rollout
     ],
 )
 def test_steps_killed_anywhere_resume_without_loss_or_repeat(
@@ -138,8 +131,8 @@ def test_steps_killed_anywhere_resume_without_loss_or_repeat(
     config = small_config(tmp_path)
     folder = RunFolder.create(config, "r1")
     with pytest.raises(SimulatedDeath):
-        steps_flow(make_context(config, folder, FakeCell(policy_version=0, die_at=die_at)), 3)
-    resumed = make_context(config, folder, FakeCell(policy_version=len(make_context_steps(folder))))
+        steps_flow(make_context(config, folder, FakeFleet(policy_version=0, die_at=die_at)), 3)
+    resumed = make_context(config, folder, FakeFleet(policy_version=len(make_context_steps(folder))))
     steps_flow(resumed, 3)
     records = resumed.store.read_steps()
     assert [record.step for record in records] == [0, 1, 2]
@@ -161,7 +154,7 @@ def test_step_whose_checkpoint_fails_to_reach_the_disk_is_not_committed(tmp_path
     with pytest.raises(TrainError, match="no space left"):
         steps_flow(make_context(config, folder, FullDisk(policy_version=0)), 1)
     assert make_context_steps(folder) == []
-    resumed = make_context(config, folder, FakeCell(policy_version=0))
+    resumed = make_context(config, folder, FakeFleet(policy_version=0))
     steps_flow(resumed, 1)
     assert set(rollouts.executed.values()) == {1}, "the rollouts of the refused step are not lost"
     assert (folder.checkpoints / "version-00001" / "durable").exists()
@@ -172,7 +165,7 @@ def test_steps_keep_every_second_checkpoint_and_export_every_second_step(tmp_pat
         tmp_path, train__steps=5, train__keep_checkpoints=1, train__keep_every=2, train__export_every=2
     )
     folder = RunFolder.create(config, "r1")
-    run = make_context(config, folder, FakeCell(policy_version=0))
+    run = make_context(config, folder, FakeFleet(policy_version=0))
     steps_flow(run, 5)
     assert sorted(path.name[-1] for path in folder.checkpoints.iterdir()) == ["2", "4", "5"]
     assert sorted(path.name[-1] for path in folder.exports.iterdir()) == ["2", "4"]
@@ -192,7 +185,7 @@ def test_steps_keep_every_second_checkpoint_and_export_every_second_step(tmp_pat
 def test_step_record_says_where_the_time_went(tmp_path: Path, rollouts: Rollouts) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.create(config, "r1")
-    run = make_context(config, folder, FakeCell(policy_version=0))
+    run = make_context(config, folder, FakeFleet(policy_version=0))
     steps_flow(run, 1)
     stats = run.store.read_steps()[0].stats
     assert sum(stats[f"{phase}_s"] for phase in PHASES) == pytest.approx(stats["step_s"])
@@ -209,7 +202,7 @@ def make_context_steps(folder: RunFolder) -> list[Any]:
 def test_steps_killed_during_rollouts_run_only_the_missing_groups(tmp_path: Path, rollouts: Rollouts) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.create(config, "r1")
-    first = make_context(config, folder, FakeCell(policy_version=0))
+    first = make_context(config, folder, FakeFleet(policy_version=0))
     groups = plan_step(first)
 
     @flow(task_runner=TASK_RUNNER, validate_parameters=False)
@@ -217,7 +210,7 @@ def test_steps_killed_during_rollouts_run_only_the_missing_groups(tmp_path: Path
         list(run_groups(first, groups[:1]))  # the process "dies" after its first group
 
     one_group()
-    resumed = make_context(config, folder, FakeCell(policy_version=0))
+    resumed = make_context(config, folder, FakeFleet(policy_version=0))
     steps_flow(resumed, 1)
     assert set(rollouts.executed.values()) == {1}
     assert set(resumed.store.read_steps()[0].groups_trained) == {group[0].group_id for group in groups}
@@ -232,7 +225,7 @@ def plan_step(run: RunContext) -> list[tuple[RolloutSpec, ...]]:
 def test_steps_excluded_members_and_flat_groups_have_reasons_and_counters(tmp_path: Path, rollouts: Rollouts) -> None:
     config = small_config(tmp_path, train__steps=1)
     folder = RunFolder.create(config, "r1")
-    run = make_context(config, folder, FakeCell(policy_version=0), problem_ids=("a", "b"))
+    run = make_context(config, folder, FakeFleet(policy_version=0), problem_ids=("a", "b"))
     by_problem = {group[0].problem_id: group for group in plan_step(run)}
     for spec in by_problem["a"][:2]:
         rollouts.rewards[spec.rollout_id] = None  # one member left of three: below min_group
@@ -246,7 +239,7 @@ def test_steps_excluded_members_and_flat_groups_have_reasons_and_counters(tmp_pa
     assert set(record.rollouts_dropped) == {spec.rollout_id for spec in by_problem["a"][:2]}
     assert record.stats["groups_without_signal"] == 1
     assert record.denominators == {"rollouts": 3}
-    assert run.services.cell.calls["micro_step"] == 0  # type: ignore[attr-defined]
+    assert run.services.fleet.trained == []  # type: ignore[attr-defined]
     assert record.version_after == 1, "a step without gradient still advances the version"
 
 
@@ -260,7 +253,7 @@ def test_run_groups_error_of_the_run_itself_is_raised(
         raise StoreError("the disk is full")
 
     config = small_config(tmp_path)
-    run = make_context(config, RunFolder.create(config, "r1"), FakeCell(policy_version=0))
+    run = make_context(config, RunFolder.create(config, "r1"), FakeFleet(policy_version=0))
     monkeypatch.setattr(Store, "commit_rollouts", full)
 
     @flow(task_runner=TASK_RUNNER, validate_parameters=False)
@@ -275,7 +268,7 @@ def test_run_groups_error_of_the_run_itself_is_raised(
 def test_inspect_shows_where_each_steps_time_went(tmp_path: Path, rollouts: Rollouts) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.create(config, "r1")
-    run = make_context(config, folder, FakeCell(policy_version=0))
+    run = make_context(config, folder, FakeFleet(policy_version=0))
     steps_flow(run, 1)
     result, text = inspect_run(config.runs_dir, "r1")
     time = result["steps"][0]["time"]
