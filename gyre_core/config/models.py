@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gyre_core.config.emulation import EmulationConfig
 from gyre_core.types import Role
 
 Positive = Annotated[int, Field(gt=0)]
@@ -320,6 +321,7 @@ class RunConfig(Section):
     store: StoreConfig = StoreConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     prefect: PrefectConfig = PrefectConfig()
+    emulate: EmulationConfig | None = None  # cells and rollouts take the time of a cost model (gyre bench elastic)
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
