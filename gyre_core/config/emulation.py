@@ -26,13 +26,14 @@ class EngineCosts(_Section):
 
     alpha_s: Annotated[float, Field(gt=0)] = 0.02  # of a decoding step, whatever runs in it
     beta_s: Cost = 0.0002  # of a decoding step for each call in it
+    gamma_s: Cost = 0.0  # of a decoding step for each token of context that it reads
     prefill_s: Cost = 0.0001  # of a prompt token that no cache holds
     move_s: Cost = 0.00001  # of a prompt token whose keys and values another engine has computed (kv = "move")
     kv: Literal["move", "recompute"] = "move"  # what a call costs that goes on elsewhere
 
-    def token_s(self, num_calls: int) -> float:
+    def token_s(self, num_calls: int, context_tokens: float = 0.0) -> float:
         """tau(b): seconds between two tokens of each call when `num_calls` decode together."""
-        return self.alpha_s + self.beta_s * num_calls
+        return self.alpha_s + self.beta_s * num_calls + self.gamma_s * context_tokens
 
 
 class TrainCosts(_Section):
@@ -62,18 +63,22 @@ class SwitchCosts(_Section):
 class Workload(_Section):
     """Rollouts by chance: lengths are log-normal, with a factor that all rollouts of a group share.
 
-    Drawn from the seed and the rollout's id alone, so every policy gets the same work.
+    A rollout is `segments` pairs of a model call and a tool. Everything is drawn from the seed and the rollout's id
+    alone, so every policy gets the same work.
     """
 
     seed: Annotated[int, Field(ge=0)] = 0
-    tokens: Annotated[float, Field(gt=0)] = 200.0  # median of a rollout's sampled tokens
-    group_sigma: Cost = 0.5  # of the logarithm, common to a group
-    rollout_sigma: Cost = 0.5  # of the logarithm, each rollout's own
-    max_tokens: Annotated[int, Field(gt=0)] = 1500  # a rollout ends here at the latest
-    call_tokens: Annotated[float, Field(gt=0)] = 40.0  # mean of a call's sampled tokens
-    tool_s: Cost = 30.0  # median between two calls
-    tool_sigma: Cost = 1.0  # of the logarithm
-    tool_tokens: Annotated[int, Field(ge=1)] = 4  # of what a tool answers
+    sampled_tokens: Annotated[float, Field(gt=0)] = 40.0  # mean of a rollout
+    max_tokens: Annotated[float, Field(gt=0)] = 250.0  # sampled; a rollout ends here at the latest
+    sigma_group: Cost = 0.5  # of the logarithm, common to a group
+    sigma_rollout: Cost = 0.5  # of the logarithm, each rollout's own
+    segments: Annotated[int, Field(ge=1)] = 6
+    unique_ratio: Annotated[float, Field(ge=1)] = 3.0  # all tokens of a rollout for each sampled one
+    prompt_tokens: Annotated[int, Field(ge=1)] = 8
+    tool_s: Cost = 600.0  # mean of all tools of a rollout, in proportion to its length
+    tool_sigma: Cost = 0.8  # of the logarithm
+    failing_share: Annotated[float, Field(ge=0, le=1)] = 0.0  # end early for reasons outside and are excluded
+    signal_share: Annotated[float, Field(ge=0, le=1)] = 1.0  # of groups whose rewards differ
     grade_s: Cost = 60.0  # of the verifier
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gyre_core.config.emulation import EmulationConfig
 from gyre_core.types import Role
 
 Positive = Annotated[int, Field(gt=0)]
@@ -249,6 +250,11 @@ class EngineConfig(Section):
     boot_timeout_s: Seconds = 300.0
     call_timeout_s: Seconds = 600.0
     threads: Annotated[int, Field(ge=1)] = 1  # OMP threads
+    # Keys and values that the engines of a run share, so that a call that moves to another engine computes little anew.
+    kv_store: Literal["none", "mooncake"] = "none"
+    kv_store_bytes: Annotated[int, Field(ge=16 * 2**20)] = 2**30  # host memory that each engine lends to the store
+    kv_host_ratio: Annotated[float, Field(ge=1, le=64)] = 2.0  # an engine's host copies, in multiples of its KV pool
+    kv_page_tokens: Annotated[int, Field(ge=1, le=256)] = 16  # shared as whole pages: fewer tokens move more exactly
     extra_args: tuple[str, ...] = Field(default=(), strict=False)
 
 
@@ -315,6 +321,7 @@ class RunConfig(Section):
     store: StoreConfig = StoreConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     prefect: PrefectConfig = PrefectConfig()
+    emulate: EmulationConfig | None = None  # cells and rollouts take the time of a cost model (gyre bench elastic)
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":

@@ -27,6 +27,7 @@ _EPSILON = 1e-9
 class _Call:
     num_tokens: int  # to sample
     prefill_s: float
+    context_tokens: int
     start_work: float = 0.0
     state: str = "waiting"  # prefill, decoding, done
 
@@ -49,14 +50,15 @@ class DecodingState:
         self._now_s = 0.0
         self._running = 0  # prefilling or decoding
         self._decoding = 0
+        self._context = 0  # prompt tokens of the calls that decode
         self.busy_s = 0.0  # time with at least one call that runs
 
-    def start(self, rid: str, num_tokens: int, *, prefill_s: float, now_s: float) -> None:
-        """A call of so many tokens; raises ValueError for a rid that runs."""
+    def start(self, rid: str, num_tokens: int, *, prefill_s: float, now_s: float, context_tokens: int = 0) -> None:
+        """A call of so many tokens behind a prompt of `context_tokens`; raises ValueError for a rid that runs."""
         if rid in self._calls:
             raise ValueError(f"call {rid} runs already")
         self._advance_to(now_s)
-        self._calls[rid] = _Call(num_tokens=num_tokens, prefill_s=prefill_s)
+        self._calls[rid] = _Call(num_tokens=num_tokens, prefill_s=prefill_s, context_tokens=context_tokens)
         self._waiting.append(rid)
         self._admit()
 
@@ -104,7 +106,10 @@ class DecodingState:
             heapq.heappop(self._ends)
         if not self._ends:
             return math.inf
-        return self._now_s + max(0.0, self._ends[0][0] - self._work) * self._costs.token_s(self._decoding)
+        return self._now_s + max(0.0, self._ends[0][0] - self._work) * self._token_s()
+
+    def _token_s(self) -> float:
+        return self._costs.token_s(self._decoding, self._context)
 
     def _is(self, rid: str, state: str) -> bool:
         call = self._calls.get(rid)
@@ -122,13 +127,16 @@ class DecodingState:
             call = self._calls[rid]
             call.state, call.start_work = "decoding", self._work
             self._decoding += 1
+            self._context += call.context_tokens
             heapq.heappush(self._ends, (self._work + call.num_tokens, rid))
 
     def _leave(self, call: _Call) -> None:
         """A call runs no longer."""
         if call.state in ("prefill", "decoding"):
             self._running -= 1
-            self._decoding -= call.state == "decoding"
+            if call.state == "decoding":
+                self._decoding -= 1
+                self._context -= call.context_tokens
         call.state = "done"
         self._admit()
 
@@ -138,7 +146,7 @@ class DecodingState:
             end_s = self._end_s()
             until_s = max(self._now_s, min(now_s, end_s, self._prefill_end_s()))
             if self._decoding:
-                self._work += (until_s - self._now_s) / self._costs.token_s(self._decoding)
+                self._work += (until_s - self._now_s) / self._token_s()
             if self._running:
                 self.busy_s += until_s - self._now_s
             self._now_s = until_s
@@ -224,7 +232,7 @@ class EmulatedEngine:
             stop_id=stops[0],
             done=asyncio.get_running_loop().create_future(),
         )
-        self._state.start(rid, call.num_tokens, prefill_s=prefill_s, now_s=self.now_s())
+        self._state.start(rid, call.num_tokens, prefill_s=prefill_s, now_s=self.now_s(), context_tokens=len(ids))
         self._calls[rid] = call
         self._schedule()
         try:

@@ -15,12 +15,13 @@ from typing import Literal
 
 from gyre_core.config.models import EngineConfig
 from gyre_core.engine.serve import KEY_VARIABLE
-from gyre_core.errors import EngineError, SetupError
-from gyre_core.transfer.mooncake import mooncake_environment
+from gyre_core.errors import ConfigError, EngineError, SetupError
+from gyre_core.transfer.mooncake import mooncake_environment, transport_protocol
 
 SGLANG_VERSION = "0.5.23"  # also in infra/engine/plugin, which replaces internals of exactly this version
 INSTALL_COMMAND = "make engine"
 SERVE = Path(__file__).with_name("serve.py")
+GUARD = Path(__file__).with_name("guard.py")
 INSPECT_TIMEOUT_S = 60.0  # a cold disk; 0.1 s when warm
 
 Device = Literal["cpu", "cuda"]
@@ -113,6 +114,16 @@ def check_install(install: EngineInstall) -> None:
         )
 
 
+def check_kv_store(install: EngineInstall) -> None:
+    """Raise ConfigError unless servers of this installation can share keys and values through Mooncake."""
+    if not install.mooncake:
+        raise ConfigError(
+            f'engine.kv_store = "mooncake" needs Mooncake, which does not load in {install.python} '
+            f"({install.mooncake_error}): run `{INSTALL_COMMAND}` and `apt-get install -y --no-install-recommends "
+            'libibverbs1`, or set engine.kv_store = "none"'
+        )
+
+
 def read_vocab_size(model_path: Path) -> int:
     """Rows of a model's embedding, from its config.json; raises EngineError when that is not readable."""
     path = model_path / "config.json"
@@ -136,9 +147,11 @@ def launch_command(
     policy_version: int,
     port: int,
     memory_port: int | None,
+    kv_store: str | None = None,
 ) -> list[str]:
     """The server's command line. `memory_port` opens the weights' memory to one-sided writes; None leaves them closed.
 
+    `kv_store` (host:port of a Mooncake master) shares keys and values with the other engines there.
     `slots` bounds the running calls, so that the router's count and the engine's agree. The prefix cache stays on.
     """
     command = [str(install.python), "-P", str(SERVE)]
@@ -158,7 +171,36 @@ def launch_command(
     if memory_port is not None:
         command += ["--remote-instance-weight-loader-start-seed-via-transfer-engine"]
         command += ["--engine-info-bootstrap-port", str(memory_port)]
+    if kv_store is not None:
+        command += kv_store_arguments(install, config, kv_store)
     return [*command, *config.extra_args]
+
+
+def kv_store_arguments(install: EngineInstall, config: EngineConfig, address: str) -> list[str]:
+    """Flags of the hierarchical cache with the Mooncake master at `address` below it.
+
+    Written through at once, because a call may move at any time; read for any missing page (SGLang's own threshold is
+    256 tokens), waiting until all of it has come. Keys carry the served name, not a folder; weights are told apart by
+    each call's `cache_salt`.
+    """
+    # GPU: SGLang's documentation for Mooncake; untested here.
+    backend, layout = ("direct", "page_first_direct") if install.device == "cpu" else ("kernel", "page_first")
+    host, _, _ = address.rpartition(":")
+    store = {
+        "master_server_address": address,
+        "local_hostname": host,
+        "metadata_server": "P2PHANDSHAKE",
+        "protocol": transport_protocol(),
+        "device_name": "",
+        "global_segment_size": config.kv_store_bytes,
+        "prefetch_threshold": config.kv_page_tokens,
+    }
+    arguments = ["--served-model-name", "policy", "--page-size", str(config.kv_page_tokens)]
+    arguments += ["--enable-hierarchical-cache", "--hicache-ratio", str(config.kv_host_ratio)]
+    arguments += ["--hicache-io-backend", backend, "--hicache-mem-layout", layout]
+    arguments += ["--hicache-write-policy", "write_through", "--hicache-storage-backend", "mooncake"]
+    arguments += ["--hicache-storage-prefetch-policy", "wait_complete"]
+    return [*arguments, "--hicache-storage-backend-extra-config", json.dumps(store)]
 
 
 def launch_environment(install: EngineInstall, config: EngineConfig, *, api_key: str) -> Mapping[str, str]:

@@ -16,9 +16,11 @@ import httpx
 
 from gyre_core.config.models import EngineConfig
 from gyre_core.engine.launch import (
+    GUARD,
     INSTALL_COMMAND,
     EngineInstall,
     check_install,
+    check_kv_store,
     find_engine_python,
     inspect_python,
     launch_command,
@@ -32,7 +34,6 @@ from gyre_core.process import ChildProcess, free_port, new_secret
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1  # between readiness checks
-GUARD = Path(__file__).with_name("guard.py")
 STOP_GRACE_S = 15.0  # the guard kills at once and waits up to 10 s for the kernel
 
 # Words of a failed start's log and what mends it, first match first.
@@ -44,6 +45,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ("is already in use", "another program took the port: start again, a new one is chosen"),
     ("out of memory", "lower engine.max_total_tokens or end other programs"),
     ("Not enough memory", "lower engine.max_total_tokens or end other programs"),
+    ("Failed to setup Mooncake store", "the KV store's master did not answer: see its log, or set engine.kv_store"),
     ("Cannot allocate memory", "lower engine.max_total_tokens or end other programs"),
     ("unrecognized arguments", "engine.extra_args holds an option that this SGLang does not have"),
     ("No space left on device", "free disk space (the log, /tmp or /dev/shm is full)"),
@@ -71,10 +73,12 @@ class SGLangServer:
         policy_version: int = 0,
         port: int = 0,
         remote_weights: bool = True,
+        kv_store: str | None = None,
     ) -> None:
         """`port` 0 takes a free one. `remote_weights` opens the weights' memory to Mooncake where it loads.
 
-        Raises SetupError when there is nothing to serve with, EngineError for a model folder that is none.
+        `kv_store` is the address of a KvStore (engine/kv_store.py), or None. Raises SetupError when there is nothing to
+        serve with, ConfigError for a KV store without Mooncake, EngineError for a model folder that is none.
         """
         self.config = config
         self.model_path = model_path.absolute()
@@ -82,6 +86,9 @@ class SGLangServer:
         self.policy_version = policy_version
         self.vocab_size = read_vocab_size(self.model_path)
         self.install = self._inspect()
+        if kv_store is not None:
+            check_kv_store(self.install)
+        self.kv_store = kv_store
         self.remote_weights = remote_weights and self.install.mooncake
         self.slots = slots
         self.api_key = new_secret()  # what requests must bring: `client` does
@@ -149,6 +156,7 @@ class SGLangServer:
             policy_version=self.policy_version,
             port=self.port,
             memory_port=self._memory_port,
+            kv_store=self.kv_store,
         )
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._child = ChildProcess(

@@ -7,7 +7,15 @@ from typing import Any
 import httpx
 
 from gyre_core.errors import ProxyError
-from gyre_core.proxy.settings import EngineEntry, EnginesUpdate, HarnessName, LimitSettings, SamplingSettings
+from gyre_core.proxy.drains import DrainReport
+from gyre_core.proxy.settings import (
+    DrainRequest,
+    EngineEntry,
+    EnginesUpdate,
+    HarnessName,
+    LimitSettings,
+    SamplingSettings,
+)
 from gyre_core.proxy.settings import SessionSettings as SessionSettings
 from gyre_core.trajectory.arrow import trajectory_from_ipc
 from gyre_core.trajectory.tree import Trajectory
@@ -31,6 +39,7 @@ class ProxyAdmin:
 
     def __init__(self, base_url: str, secret: str, *, timeout_s: float = 60.0) -> None:
         self.base_url = base_url.rstrip("/")
+        self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(
             base_url=self.base_url,
             headers={"authorization": f"Bearer {secret}"},
@@ -88,13 +97,24 @@ class ProxyAdmin:
         update = EnginesUpdate(engines=tuple(engines), policy_version=policy_version)
         await self._call("PUT", "/admin/engines", update.model_dump(mode="json"))
 
+    async def drain(self, url: str, *, timeout_s: float = 30.0, begin: bool = True) -> DrainReport:
+        """Move the calls off an engine, which gets no new ones until it is listed again; may be called again.
+
+        Returns when none is left on it or after `timeout_s`; 0 only tells them. `begin=False` only waits.
+        """
+        request = DrainRequest(url=url, timeout_s=timeout_s, begin=begin)
+        response = await self._call("POST", "/admin/drain", request.model_dump(mode="json"), wait_s=timeout_s)
+        return DrainReport(**response.json())
+
     async def status(self) -> Json:
         """Counters of the proxy."""
         return (await self._call("GET", "/admin/status")).json()
 
-    async def _call(self, method: str, path: str, body: Any = None, *, missing_ok: bool = False) -> httpx.Response:
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, missing_ok: bool = False, wait_s: float = 0.0
+    ) -> httpx.Response:
         try:
-            response = await self._client.request(method, path, json=body)
+            response = await self._client.request(method, path, json=body, timeout=self._timeout_s + wait_s)
         except httpx.HTTPError as error:
             message = f"the proxy {self.base_url} does not answer ({method} {path}): {error!r}"
             raise ProxyError(message, retryable=True) from error

@@ -7,12 +7,14 @@ process has which session, and which engines each was told last.
 Rules: a session goes to the first process in its rollout's rendezvous order that has not yet its part of the open
 sessions (a part as large as its part of the slots), and stays there. Each engine's slots are split as evenly as whole
 numbers go, so that all processes together never call an engine more often than its slots allow. A process that was
-restarted knows no engines: `repeat_engines` tells it again. Verbs that met a process while it was down are tried again.
+restarted knows no engines: `repeat_engines` tells it again, without those that were drained since they were listed.
+Verbs that met a process while it was down are tried again.
 """
 
 import asyncio
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ import xxhash
 
 from gyre_core.errors import ProxyError
 from gyre_core.proxy.admin_client import CreatedSession, ProxyAdmin
+from gyre_core.proxy.drains import DrainReport
 from gyre_core.proxy.settings import EngineEntry, EnginesUpdate, HarnessName, LimitSettings, SamplingSettings
 from gyre_core.trajectory.tree import Trajectory
 from gyre_core.types import Json
@@ -84,6 +87,20 @@ def split_engines(engines: Sequence[EngineEntry], policy_version: int, num_proce
         )
         for row in rows
     ]
+
+
+def whole_engines(updates: Iterable[EnginesUpdate]) -> list[EngineEntry]:
+    """The engines whose slots were split, whole again."""
+    whole: dict[str, EngineEntry] = {}
+    for update in updates:
+        for engine in update.engines:
+            slots = engine.slots + (whole[engine.url].slots if engine.url in whole else 0)
+            whole[engine.url] = engine.model_copy(update={"slots": slots})
+    return list(whole.values())
+
+
+def _is_part(after: EnginesUpdate, before: EnginesUpdate) -> bool:
+    return set(after.engines) <= set(before.engines)
 
 
 class Shards:
@@ -187,6 +204,24 @@ class Shards:
             with self._lock:
                 self._parts = parts
 
+    def record_drain(self, url: str) -> list[int]:
+        """An engine that the processes are to know no longer; call it while `telling`.
+
+        Returns the processes that must be told a new list, because one of them would be left without any slot.
+        """
+        if self._updates is None:
+            return []
+        old = self._updates
+        updates = [
+            update.model_copy(update={"engines": tuple(engine for engine in update.engines if engine.url != url)})
+            for update in old
+        ]
+        if any(update.engines for update in updates) and not all(update.engines for update in updates):
+            with contextlib.suppress(ValueError):  # fewer slots than processes: some wait until engines come back
+                updates = split_engines(whole_engines(updates), old[0].policy_version, len(updates))
+        self.record_engines(updates)
+        return [i for i, (before, after) in enumerate(zip(old, updates, strict=True)) if not _is_part(after, before)]
+
     def engines_of(self, index: int) -> EnginesUpdate | None:
         """What a process is to know, None before the first update; call it while `telling`."""
         return None if self._updates is None else self._updates[index]
@@ -279,6 +314,33 @@ class ProxyPool:
             if error is not None:
                 raise error
 
+    async def drain(self, url: str, *, timeout_s: float = 30.0) -> DrainReport:
+        """Move all calls off an engine, on every process; it gets no new ones until `set_engines` lists it again.
+
+        Returns when none is left on it or after `timeout_s`. May be called again. An engine that no process knows is
+        drained already. A process that fails does not keep the others from it.
+        """
+        started_s = time.monotonic()
+        async with self.shards.telling():  # a list that is told later is not undone by a drain that was begun before it
+            changed = self.shards.record_drain(url)
+            told = await asyncio.gather(*(self._tell(i) for i in changed), return_exceptions=True)
+            begun = await self._ask_all(lambda admin: admin.drain(url, timeout_s=0.0))
+        failures = [error for error in (*told, *begun) if isinstance(error, BaseException)]
+
+        def wait(admin: ProxyAdmin) -> Awaitable[DrainReport]:
+            left_s = max(0.0, timeout_s - (time.monotonic() - started_s))
+            return admin.drain(url, timeout_s=left_s, begin=False)
+
+        reports = list(begun)
+        open_ones = [i for i, report in enumerate(begun) if isinstance(report, DrainReport) and report.left]
+        waited = await asyncio.gather(*(self._ask(i, wait) for i in open_ones), return_exceptions=True)
+        for i, report in zip(open_ones, waited, strict=True):
+            reports[i] = report
+        failures += [report for report in waited if isinstance(report, BaseException)]
+        if failures:
+            raise failures[0]
+        return merge_reports([report for report in reports if isinstance(report, DrainReport)])
+
     async def repeat_engines(self, index: int) -> None:
         """Tell a process that was restarted what it has to know."""
         async with self.shards.telling():
@@ -294,6 +356,9 @@ class ProxyPool:
         if update is not None:
             await self._ask(index, lambda admin: admin.set_engines(update.engines, update.policy_version))
 
+    async def _ask_all(self, verb: Callable[[ProxyAdmin], Awaitable[T]]) -> list[T | BaseException]:
+        return await asyncio.gather(*(self._ask(i, verb) for i in range(len(self._admins))), return_exceptions=True)
+
     async def _ask(self, index: int, verb: Callable[[ProxyAdmin], Awaitable[T]]) -> T:
         attempt = 1
         while True:
@@ -308,12 +373,33 @@ class ProxyPool:
             attempt += 1
 
 
+def merge_reports(reports: Sequence[DrainReport]) -> DrainReport:
+    """One report of several processes' drains of one engine: it took as long as the slowest."""
+    return DrainReport(
+        moved=sum(report.moved for report in reports),
+        partial_tokens=sum(report.partial_tokens for report in reports),
+        left=sum(report.left for report in reports),
+        given_up=sum(report.given_up for report in reports),
+        seconds=max((report.seconds for report in reports), default=0.0),
+    )
+
+
+def merge_engines(rows: Iterable[Json]) -> list[Json]:
+    """One row an engine of all processes' rows: numbers of calls and sessions are sums, `version` is the oldest."""
+    engines: dict[str, Json] = {}
+    for row in rows:
+        known = engines.get(row["url"])
+        if known is None:
+            engines[row["url"]] = dict(row)
+            continue
+        for name in ("slots", "busy", "residents"):
+            known[name] += row[name]
+        known["version"] = min(known["version"], row["version"])
+    return list(engines.values())
+
+
 def merge_status(rows: Sequence[Json], restarts: Sequence[int]) -> Json:
     """One status of several processes'. `policy_version` is the oldest that any of them was told."""
-    engines: dict[str, Counter[str]] = {}
-    for row in rows:
-        for engine in row["engines"]:
-            engines.setdefault(engine["url"], Counter()).update({key: engine[key] for key in ("slots", "busy")})
     counters: Counter[str] = Counter()
     for row in rows:
         counters.update(row["counters"])
@@ -321,7 +407,7 @@ def merge_status(rows: Sequence[Json], restarts: Sequence[int]) -> Json:
     return {
         **{name: sum(row[name] for row in rows) for name in names},
         "policy_version": min(row["policy_version"] for row in rows),
-        "engines": [{"url": url, "slots": sums["slots"], "busy": sums["busy"]} for url, sums in engines.items()],
+        "engines": merge_engines(engine for row in rows for engine in row["engines"]),
         "counters": dict(counters),
         "restarts": sum(restarts),
         "processes": [{**row, "restarts": number} for row, number in zip(rows, restarts, strict=True)],

@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 
 import orjson
 import xxhash
@@ -38,7 +39,7 @@ from gyre_core.proxy.refusal import Refusal, RefusalKind, bad_request
 from gyre_core.proxy.render import PromptRenderer
 from gyre_core.proxy.sampling import Connect, Sampler
 from gyre_core.proxy.session import Session
-from gyre_core.proxy.settings import EnginesUpdate, ProxySettings, SessionSettings
+from gyre_core.proxy.settings import DrainRequest, EnginesUpdate, ProxySettings, SessionSettings
 from gyre_core.trajectory.roles import BUILTIN_TABLES, role_table
 from gyre_core.types import Json
 
@@ -73,7 +74,9 @@ class Proxy:
         self.renderer = PromptRenderer.load(settings.model_path, settings.renderer, settings.thinking_retention)
         self.renderer.context_length = settings.context_length
         self.router = Router(self.clock)
-        self.sampler = Sampler(self.router, connect or self._connect, attempts=settings.engine_attempts)
+        self.sampler = Sampler(
+            self.router, connect or self._connect, attempts=settings.engine_attempts, clock=self.clock
+        )
         self.sessions: dict[str, tuple[Session, bytes]] = {}  # with the SHA-256 of the key's token
         self.counters: Counter[str] = Counter()
         self.pressure = Pressure(max_requests=settings.max_open_calls, max_bytes=settings.max_pending_bytes)
@@ -122,6 +125,7 @@ class Proxy:
         for row in sessions:
             totals.update(row["counters"])
         state = self.router.state
+        own = self.counters + self.pressure.counters
         return {
             "sessions": len(sessions),
             "open_sessions": sum(not row["sealed"] for row in sessions),
@@ -133,8 +137,8 @@ class Proxy:
             "pending_bytes": self.pressure.bytes,
             "sampled_tokens": sum(row["sampled_tokens"] for row in sessions),
             "policy_version": state.version,
-            "engines": [{"url": url, "slots": e.slots, "busy": e.busy} for url, e in state.engines.items()],
-            "counters": dict(totals + self.sampler.counters + self.counters + self.pressure.counters),
+            "engines": state.describe(),
+            "counters": {**self.sampler.counters, **(totals + self.sampler.counters + own)},
         }
 
     async def aclose(self) -> None:
@@ -405,6 +409,10 @@ async def _admin(proxy: Proxy, request: Request) -> Response:
                 update = EnginesUpdate.model_validate_json(await _admin_body(request))
                 await proxy.sampler.set_engines(update.engines, update.policy_version)
                 return _json({"ok": True})
+            case "POST", ["drain"]:
+                drain = DrainRequest.model_validate_json(await _admin_body(request))
+                report = await proxy.sampler.drain(drain.url, drain.timeout_s, begin=drain.begin)
+                return _json(asdict(report))
             case "GET", ["status"]:
                 return _json(proxy.status())
             case _:

@@ -99,11 +99,24 @@ class EngineEntry(_Keyed):
 
     url: Annotated[str, Field(pattern=r"^http://[^\s/]+$")]
     slots: Annotated[int, Field(gt=0)]
+    version: Annotated[int, Field(ge=0)] | None = None  # policy version that it serves; None: the update's
+    rank: int = 0  # how long it stays: calls that must move prefer the highest
     api_key: Annotated[str | None, Field(pattern=r"^[!-~]+$", repr=False)] = None  # what calls to it must bring
 
 
 class EnginesUpdate(_Keyed):
-    """Which engines take calls from now on; none makes calls wait."""
+    """Which engines take calls from now on; none makes calls wait. A drained engine is back when it is listed."""
 
     engines: tuple[EngineEntry, ...] = Field(strict=False)
     policy_version: Annotated[int, Field(ge=0)]
+
+
+class DrainRequest(_Section):
+    """Move all calls off an engine.
+
+    Example: DrainRequest(url="http://127.0.0.1:30000", timeout_s=0)
+    """
+
+    url: str
+    timeout_s: Annotated[float, Field(ge=0, le=600)] = 30.0  # to wait for the calls to leave; they are told at once
+    begin: bool = True  # False: only wait for a drain that was begun; an engine that is listed again has none

@@ -66,3 +66,35 @@ def test_murmur_hash_of_consecutive_positions_is_uniform() -> None:
     uniform = hashes.double() / 2**32
     assert abs(float(uniform.mean()) - 0.5) < 0.01  # 32,000 draws: the standard error is 0.0016
     assert abs(float(uniform.var()) - 1 / 12) < 0.005
+
+
+def test_kv_copies_take_rows_to_pages_and_back() -> None:
+    """Two layers, pages of two tokens, one head of one number: token t of layer l holds 10 l + t, values 100 more."""
+    kv = load("kv_copies")
+    keys = [torch.tensor([10.0 * layer + token for token in range(6)]).reshape(6, 1, 1) for layer in range(2)]
+    values = [layer + 100 for layer in keys]
+    hosts = [torch.zeros(3, 2, 2, 1, 1) for _ in range(2)]  # [page, layer, slot, head, dim]
+    rows, slots = torch.tensor([4, 5, 0, 1]), torch.tensor([2, 3, 4, 5])  # two pages into host pages 1 and 2
+    kv.store_layers_to_pages(
+        src_ptrs=[*keys, *values], dst_ptrs=hosts, src_indices=rows, dst_indices=slots, page_size=2
+    )
+    assert hosts[0].flatten(2).tolist() == [[[0, 0], [0, 0]], [[4, 5], [14, 15]], [[0, 1], [10, 11]]]
+    assert hosts[1].flatten(2).tolist() == [[[0, 0], [0, 0]], [[104, 105], [114, 115]], [[100, 101], [110, 111]]]
+    back = [torch.zeros(6, 1, 1) for _ in range(2)]
+    kv.load_layer_from_pages(
+        src_ptrs=hosts, dst_ptrs=back, src_indices=slots, dst_indices=rows, layer_id=1, page_size=2
+    )
+    assert back[0].flatten().tolist() == [10, 11, 0, 0, 14, 15]
+    assert back[1].flatten().tolist() == [110, 111, 0, 0, 114, 115]
+
+
+def test_kv_copies_layer_first_take_rows_to_rows() -> None:
+    source, target = torch.arange(4.0).reshape(4, 1, 1), torch.zeros(4, 1, 1)
+    load("kv_copies").copy_layer_first(
+        src_layers=[source],
+        dst_layers=[target],
+        src_indices=torch.tensor([3, 1]),
+        dst_indices=torch.tensor([0, 2]),
+        page_size=1,
+    )
+    assert target.flatten().tolist() == [3, 0, 1, 0]

@@ -8,16 +8,15 @@ and prefill/decode disaggregation, whose "device" pool is ordinary memory here; 
 import functools
 import inspect
 import multiprocessing
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
 def install() -> None:
     """Apply every hook to this process."""
     _unpin_host_pools()
+    _lower_host_reserve()
     _replace_kv_copies()
     _use_host_indices_in_mooncake_sender()
     _register_weights_tensor_by_tensor()
@@ -43,46 +42,22 @@ def _unpin_host_pools() -> None:
     HostKVCache.__init__ = init_unpinned
 
 
-def _replace_kv_copies() -> None:
-    """The copies between the device pool and the host pool, in plain indexing.
+def _lower_host_reserve() -> None:
+    """Host KV pools leave 1 GiB of the machine free; SGLang's 10 GiB are a GPU server's."""
+    import sglang.srt.mem_cache.pool_host.base as base
 
-    Device buffers are [token, head, dim] a layer. `layer_first` host buffers are alike; `page_first_direct` ones (what
-    Mooncake Store takes) are [page, layer, slot, head, dim].
-    """
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 2**30
+
+
+def _replace_kv_copies() -> None:
+    """The copies between the device pool and the host pool (kv_copies.py)."""
     import sglang.srt.mem_cache.pool_host.mha as mha
 
-    Buffers = Sequence[torch.Tensor]
+    from gyre_sglang_cpu import kv_copies
 
-    def copy_layer_first(
-        sources: Buffers, targets: Buffers, source_ids: torch.Tensor, target_ids: torch.Tensor, page_size: int
-    ) -> None:
-        for source, target in zip(sources, targets, strict=True):
-            target[target_ids] = source[source_ids].reshape(target[target_ids].shape)
-
-    def load_layer_from_pages(
-        hosts: Buffers,
-        devices: Buffers,
-        host_ids: torch.Tensor,
-        device_ids: torch.Tensor,
-        layer_id: int,
-        page_size: int,
-    ) -> None:
-        page, slot = host_ids // page_size, host_ids % page_size
-        for host, device in zip(hosts, devices, strict=True):
-            device[device_ids] = host[page, layer_id, slot]
-
-    def store_layers_to_pages(
-        devices: Buffers, hosts: Buffers, device_ids: torch.Tensor, host_ids: torch.Tensor, page_size: int
-    ) -> None:
-        page, slot = host_ids // page_size, host_ids % page_size
-        num_layers = len(devices) // len(hosts)  # keys of all layers, then values of all layers
-        for index, host in enumerate(hosts):
-            for layer, device in enumerate(devices[index * num_layers : (index + 1) * num_layers]):
-                host[page, layer, slot] = device[device_ids]
-
-    mha.transfer_kv_direct = copy_layer_first
-    mha.transfer_kv_per_layer_direct_pf_lf = load_layer_from_pages
-    mha.transfer_kv_all_layer_direct_lf_pf = store_layers_to_pages
+    mha.transfer_kv_direct = kv_copies.copy_layer_first
+    mha.transfer_kv_per_layer_direct_pf_lf = kv_copies.load_layer_from_pages
+    mha.transfer_kv_all_layer_direct_lf_pf = kv_copies.store_layers_to_pages
 
 
 def _use_host_indices_in_mooncake_sender() -> None:
