@@ -55,7 +55,7 @@ def running_services(
         )
         kv_address = None
         if config.engine.kv_store == "mooncake":
-            kv_address = stack.enter_context(KvStore(log_path=folder.logs / "kv-store.log")).address
+            kv_address = stack.enter_context(KvStore(config.engine, log_path=folder.logs / "kv-store.log")).address
         cells = cell_settings(config, folder, policy_version=policy_version, kv_store=kv_address, checkpoint=checkpoint)
         fleet = stack.enter_context(
             CellFleet(
@@ -75,7 +75,6 @@ def cell_settings(
     config: RunConfig, folder: RunFolder, *, policy_version: int, kv_store: str | None, checkpoint: Path | None
 ) -> list[CellSettings]:
     """One cell's settings each: the core first, which alone starts from the checkpoint."""
-    several = config.scheduler.cells > 1
     members = MembersSettings(port=free_port(), secret=new_secret())
     return [
         CellSettings(
@@ -93,9 +92,9 @@ def cell_settings(
             kv_store=kv_store,
             policy_version=policy_version if index == 0 else 0,
             checkpoint=checkpoint if index == 0 else None,
-            members=members if index == 0 and several else None,
+            members=members if index == 0 else None,
             core_url=f"http://{members.host}:{members.port}" if index else None,
-            core_secret=members.secret if index else None,
+            core_secret=members.secret if index else "",
         )
         for index in range(config.scheduler.cells)
     ]

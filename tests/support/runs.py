@@ -204,7 +204,10 @@ def small_config(folder: Path, **overrides: Any) -> RunConfig:
     }
     for key, value in overrides.items():
         section, _, name = key.partition("__")
-        tree.setdefault(section, {})[name] = value
+        if name:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree.setdefault(section, {}).update(value)
     return parse_run_config(tree, base_dir=folder)
 
 

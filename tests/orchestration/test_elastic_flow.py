@@ -1,0 +1,139 @@
+"""The flow on several cells: cells move while rollouts run, later batches run ahead, barriers hold groups back."""
+
+import asyncio
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+
+from flows.rollout import TASK_RUNNER
+from flows.train import train_step
+from gyre_core.run_folder import RunFolder
+from gyre_core.types import RolloutSpec
+from tasks.context import RunContext
+from tasks.work_pools import ROLLOUT_POOL, TRAIN_POOL, WorkPools
+from tests.orchestration.test_training_flow import Executed, NoAdmin, Rollouts
+from tests.support.runs import FakeFleet, SimulatedDeath, make_context, small_config
+
+
+class GatedRollouts(Rollouts):
+    """Rollouts that end when they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: dict[str, threading.Event] = {}
+        self.versions: dict[str, int] = {}
+
+    async def execute(self, spec: RolloutSpec, problem: Any, **named: Any) -> Any:
+        self.versions[spec.rollout_id] = spec.dispatch_version
+        gate = self.gates.get(spec.rollout_id)
+        if gate is not None:
+            assert await asyncio.to_thread(gate.wait, 200), f"{spec.rollout_id} was never let go"
+        return await super().execute(spec, problem, **named)
+
+
+@pytest.fixture
+def rollouts(monkeypatch: pytest.MonkeyPatch) -> GatedRollouts:
+    made = GatedRollouts()
+    monkeypatch.setattr("tasks.rollouts.execute", made.execute)
+    monkeypatch.setattr("tasks.grading.grade", made.grade)
+    monkeypatch.setattr("tasks.rollouts.ProxyPool", NoAdmin)
+    return made
+
+
+@flow(task_runner=TASK_RUNNER, validate_parameters=False)
+def steps_flow(run: RunContext, until: int) -> None:
+    for step in range(run.policy_version, until):
+        train_step(run, step)
+
+
+class LettingGo(FakeFleet):
+    """Lets a rollout go once a cell has made its n-th move."""
+
+    def __init__(self, gate: threading.Event, *, after_moves: int, **named: Any) -> None:
+        super().__init__(**named)
+        self._gate, self._after = gate, after_moves
+
+    def move(self, move: Any) -> Any:
+        report = super().move(move)
+        if len(self.moved) == self._after:
+            self._gate.set()
+        return report
+
+
+def test_elastic_core_trains_the_first_group_while_the_last_rollout_runs(
+    tmp_path: Path, rollouts: GatedRollouts
+) -> None:
+    config = small_config(tmp_path, rollout__slots=6, scheduler={"cells": 3, "policy": "elastic"})
+    folder = RunFolder.create(config, "r1")
+    gate = threading.Event()
+    fleet = LettingGo(gate, after_moves=1, policy_version=0, cells=3)
+    run = make_context(config, folder, fleet, problem_ids=("a", "b"))
+    rollouts.gates["s0000-b-02"] = gate  # ends only when a cell has moved to training
+    steps_flow(run, 1)
+    assert fleet.moved[0] == ("cell-0", "train"), "the core first"
+    assert fleet.moved[-1] == ("cell-0", "rollout"), "the core last"
+    assert fleet.handed == ["s0000-a", "s0000-b"], "the group that was whole first was trained first"
+    (record,) = run.store.read_steps()
+    decided = [decision for decision in record.extra["decisions"] if decision["moves"]]
+    first = decided[0]["snapshot"]
+    assert (first["dispatched"], first["untrained_groups"]) == (6, 2)
+    assert first["dispatched"] - first["finished"] >= 1, "a rollout was live when the core left"
+    assert rollouts.executed == Counter({f"s0000-{problem}-0{member}": 1 for problem in "ab" for member in range(3)})
+
+
+def test_staleness_one_runs_the_next_batch_ahead_and_never_further(tmp_path: Path, rollouts: GatedRollouts) -> None:
+    config = small_config(tmp_path, train__steps=3, scheduler={"staleness": 1})
+    run = make_context(config, RunFolder.create(config, "r1"), FakeFleet(policy_version=0))
+    steps_flow(run, 3)
+    dispatched = {f"{rollout_id[:5]}": version for rollout_id, version in rollouts.versions.items()}
+    assert dispatched == {"s0000": 0, "s0001": 0, "s0002": 1}
+    records = run.store.read_steps()
+    assert [record.stats["staleness_max"] for record in records] == [0, 1, 1]
+    assert all(len(record.groups_trained) == 2 for record in records)
+    assert set(rollouts.executed.values()) == {1} and len(rollouts.executed) == 18
+
+
+def test_staleness_one_killed_after_a_step_resumes_with_what_ran_ahead(tmp_path: Path, rollouts: GatedRollouts) -> None:
+    config = small_config(tmp_path, train__steps=3, scheduler={"staleness": 1})
+    folder = RunFolder.create(config, "r1")
+    with pytest.raises(SimulatedDeath):
+        steps_flow(make_context(config, folder, FakeFleet(policy_version=0, die_at=("train_open", 2))), 3)
+    resumed = make_context(config, folder, FakeFleet(policy_version=1))
+    steps_flow(resumed, 3)
+    trained = Counter(group for record in resumed.store.read_steps() for group in record.groups_trained)
+    assert len(trained) == 6 and set(trained.values()) == {1}
+    assert [record.stats["staleness_max"] <= 1 for record in resumed.store.read_steps()] == [True] * 3
+
+
+def test_async_off1_holds_groups_back_until_the_batch_is_whole(tmp_path: Path, rollouts: GatedRollouts) -> None:
+    config = small_config(
+        tmp_path, rollout__slots=4, scheduler={"cells": 2, "policy": "async_off1", "train_cells": 1, "staleness": 1}
+    )
+    run = make_context(config, RunFolder.create(config, "r1"), FakeFleet(policy_version=0, cells=2))
+    burst_ready: list[int] = []
+    fleet: Any = run.services.fleet
+    hand = fleet.train_group
+
+    def handed(group_id: str, branches: list[Any]) -> Any:
+        burst_ready.append(run.scheduling.observe().ready_groups)
+        return hand(group_id, branches)
+
+    fleet.train_group = handed
+    steps_flow(run, 1)
+    assert burst_ready[0] == 2, "both groups were whole when the first was handed over"
+    assert fleet.moved == [("cell-0", "train")], "a fixed split: the core goes to training once and stays"
+
+
+def test_work_pools_follow_the_cells() -> None:
+    pools = WorkPools.open()
+    pools.resize(rollout=18, train=0)
+    pools.resize(rollout=12, train=1)
+    with get_client(sync_client=True) as client:
+        limits = {name: client.read_work_pool(name).concurrency_limit for name in (ROLLOUT_POOL, TRAIN_POOL)}
+    assert limits == {ROLLOUT_POOL: 12, TRAIN_POOL: 1}
+    assert WorkPools.open() is not None, "pools that exist are taken as they are"
