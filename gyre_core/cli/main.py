@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from gyre_core.cli import simulate as simulation
 from gyre_core.cli.bench import bench_app
 from gyre_core.cli.options import (
     ConfigArgument,
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(store_app, name="store")
+simulation.register(app)
 problems_app = typer.Typer(
     help="Problems: check what a run would train on, convert other layouts.", no_args_is_help=True
 )

@@ -29,7 +29,11 @@ def parse_generation(data: Json, *, num_prompt: int, vocab_size: int, rid: str) 
         entries = meta.get("output_token_logprobs") or []
         logprobs = np.array([math.nan if entry[0] is None else entry[0] for entry in entries], dtype=np.float32)
         logprob_ids = np.array([entry[1] for entry in entries], dtype=np.int64)
-        prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens") or 0)
+        if finish is FinishReason.ABORT and not output_ids.size and "prompt_tokens" not in meta:
+            prompt_tokens = num_prompt  # aborted while it waited: the engine had not begun and counts nothing
+        else:
+            prompt_tokens = int(meta["prompt_tokens"])
+        cached_tokens = int(meta.get("cached_tokens") or 0)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise EngineError(f"call {rid}: the engine's reply has an unknown form ({error!r})") from error
     if finish is FinishReason.ABORT and reason.get("status_code"):

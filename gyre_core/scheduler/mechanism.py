@@ -3,8 +3,9 @@
 Enters: a snapshot and a policy's plan. Leaves: the same plan with at most one move, every other move turned into a
 refusal with its reason. Pure, as the policies are.
 
-Invariants: moves are serial; the core is first into training and last out; a cell leaves rollout only when the slots
-that stay hold every rollout that an engine serves now; the last cell does not leave training with work pending.
+Invariants: moves are serial, but for all cells of a role together; the core is first into training and last out; a cell
+leaves rollout only when the slots that stay hold every rollout that an engine serves now; the last cell does not leave
+training with work pending.
 """
 
 from dataclasses import replace
@@ -14,7 +15,14 @@ from gyre_core.scheduler.policy import Move, Plan, Snapshot
 
 
 def enforce(snapshot: Snapshot, plan: Plan) -> Plan:
-    """The plan with its first permitted move; the others become refusals."""
+    """The plan with its first permitted move; the others become refusals.
+
+    A plan for all cells of a role `together` keeps all its moves, or is taken as a plan of single moves.
+    """
+    if not plan.moves:
+        return plan
+    if plan.together and _whole_role(snapshot, plan):
+        return plan
     allowed: list[Move] = []
     refusals = list(plan.refusals)
     for move in plan.moves:
@@ -24,6 +32,20 @@ def enforce(snapshot: Snapshot, plan: Plan) -> Plan:
         else:
             refusals.append(replace(move, reason=reason))
     return replace(plan, moves=tuple(allowed), refusals=tuple(refusals))
+
+
+def _whole_role(snapshot: Snapshot, plan: Plan) -> bool:
+    """Whether the plan moves every cell of one role, nothing is under way, and training has nothing left to do."""
+    if any(cell.state in {CellState.DRAINING, CellState.RETURNING} for cell in snapshot.cells):
+        return False
+    targets = {move.to for move in plan.moves}
+    moved = {move.cell_id for move in plan.moves}
+    if targets == {"train"}:
+        core_first = snapshot.cells[0].state in {CellState.ROLLOUT, CellState.TRAINING}
+        return core_first and moved == {cell.cell_id for cell in snapshot.serving}
+    if targets == {"rollout"}:
+        return snapshot.pending_microsteps == 0 and moved == {cell.cell_id for cell in snapshot.training}
+    return False
 
 
 def refusal(snapshot: Snapshot, move: Move) -> str | None:

@@ -26,6 +26,7 @@ class CellView:
     state: CellState
     slots: int  # rollouts it serves at once
     residents: int = 0  # rollouts it serves now
+    moved_s: float = -1e9  # when its last role change ended, on the clock of Snapshot.now_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,18 @@ class Snapshot:
     tail_ratio: float = (
         1.0  # (longest rollout + optimizer step + a group's training) / ((k + 1) * work per step / cells)
     )
+
+    due_rollouts: int | None = None  # unfinished ones of the open step alone; None: not told apart from later steps
+    now_s: float = 0.0
+    token_s: float = 1.0  # a token's time on a cell that serves nothing else; with token_load_s, as measured
+    token_load_s: float = 0.0  # what each further rollout of the same cell adds to it
+    microstep_s: float = 0.0  # mean time of a micro-step on one cell; 0: not known
+    tail_s: float = 0.0  # predicted time until the last due rollout has finished; 0: not known
+
+    @property
+    def due(self) -> int:
+        """Rollouts that the open step still waits for, as far as they are told apart."""
+        return self.water_level if self.due_rollouts is None else self.due_rollouts
 
     @property
     def water_level(self) -> int:
@@ -99,6 +112,8 @@ class Plan:
     moves: tuple[Move, ...] = ()
     refusals: tuple[Move, ...] = ()
     claim: bool = True  # trainers may claim ready groups now; False: a batch barrier holds them back
+    wake_after_s: float | None = None  # ask again after this time at the latest: a dwell ends then
+    together: bool = False  # all cells of a role move at once; calls of live rollouts wait, with what they sampled
 
 
 Policy = Callable[[Snapshot], Plan]
@@ -108,31 +123,35 @@ def colocate(snapshot: Snapshot) -> Plan:
     """All cells serve until every rollout of the step has finished, all train, all serve again.
 
     The classic alternation, kept as a baseline and for a single cell; the tail of the slowest rollout is idle time.
+    With staleness, rollouts of later steps are live when the step's own have finished: their calls are parked.
     """
+    later = snapshot.water_level - snapshot.due
     moves: list[Move] = []
     refusals: list[Move] = []
     for cell in snapshot.cells:
         if cell.state is CellState.ROLLOUT:
-            if snapshot.water_level > 0:
-                reason = f"water level {snapshot.water_level} > 0: rollouts still need the engine"
+            if snapshot.due > 0:
+                reason = f"water level {snapshot.due} > 0: rollouts still need the engine"
                 refusals.append(Move(cell_id=cell.cell_id, to="train", reason=reason))
             elif snapshot.ready_groups == 0 or snapshot.untrained_groups == 0:
                 refusals.append(Move(cell_id=cell.cell_id, to="train", reason="no graded group waits for training"))
             else:
-                reason = f"all {snapshot.dispatched} rollouts finished; {snapshot.ready_groups} groups ready"
+                what = f"all rollouts of the step finished, {later} later ones wait" if later else ""
+                what = what or f"all {snapshot.dispatched} rollouts finished"
+                reason = f"{what}; {snapshot.ready_groups} groups ready"
                 moves.append(Move(cell_id=cell.cell_id, to="train", reason=reason))
         elif cell.state is CellState.TRAINING:
-            if snapshot.untrained_groups > 0 and snapshot.water_level == 0:
+            if snapshot.untrained_groups > 0 and snapshot.due == 0:
                 reason = f"{snapshot.untrained_groups} groups of the step are not trained yet"
                 refusals.append(Move(cell_id=cell.cell_id, to="rollout", reason=reason))
             else:
                 reason = (
-                    f"water level {snapshot.water_level} > 0: rollouts need the engine again"
-                    if snapshot.water_level > 0
+                    f"water level {snapshot.due} > 0: rollouts need the engine again"
+                    if snapshot.untrained_groups > 0 and snapshot.due > 0
                     else "the step's groups are trained; its weights are published"
                 )
                 moves.append(Move(cell_id=cell.cell_id, to="rollout", reason=reason))
-    return Plan(moves=tuple(moves), refusals=tuple(refusals))
+    return Plan(moves=tuple(moves), refusals=tuple(refusals), together=True)
 
 
 def elastic(snapshot: Snapshot) -> Plan:
@@ -149,9 +168,11 @@ def elastic(snapshot: Snapshot) -> Plan:
     room, level = snapshot.capacity - cell.slots, snapshot.water_level
     if level > room:
         return _refused(cell, "train", f"water level {level} > {room} slots without {cell.cell_id}")
-    if snapshot.ready_groups == 0:
+    # What waits for a trainer: groups, and micro-steps that none of the training cells can have claimed.
+    waiting = snapshot.ready_groups + max(0, snapshot.pending_microsteps - len(snapshot.training))
+    if waiting == 0:
         return _refused(cell, "train", "no graded group is ready")
-    return _moved(cell, "train", f"water level {level} <= {room} slots that stay; {snapshot.ready_groups} groups ready")
+    return _moved(cell, "train", f"water level {level} <= {room} slots that stay; {waiting} groups or micro-steps wait")
 
 
 def elastic_predictive(snapshot: Snapshot) -> Plan:

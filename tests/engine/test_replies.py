@@ -45,6 +45,13 @@ def test_generation_aborted_is_a_result_with_partial_output() -> None:
     assert len(result.output_ids) == len(result.logprobs) == 6
 
 
+def test_generation_aborted_while_it_waited_is_a_result_without_output() -> None:
+    result = parse(recorded_body("generate_aborted_waiting"), num_prompt=3)
+    assert result.finish_reason is FinishReason.ABORT
+    assert len(result.output_ids) == len(result.spans) == 0
+    assert (result.prompt_tokens, result.cached_tokens) == (3, 0)
+
+
 def test_generation_across_an_update_has_a_span_a_version() -> None:
     body = with_version(recorded_body("generate_two_versions"), ("default", "4"), ("v-in_place", "5"))
     assert parse(body, num_prompt=64).spans == (

@@ -70,7 +70,9 @@ class World:
                     self.ready.append(key[0])
         trainers = sum(cell.state is CellState.TRAINING for cell in self.cells)
         if trainers:
-            assert self.cells[0].state is CellState.TRAINING, "satellites train while the core serves"
+            core = self.cells[0].state
+            assert core in {CellState.TRAINING, CellState.DRAINING}, "satellites train while the core serves"
+        if trainers and core is CellState.TRAINING:
             for group in self.micro[:trainers]:
                 self.micro.remove(group)
                 self.left.remove(group)
@@ -85,10 +87,10 @@ class World:
         assert plan == self.policy(snapshot), "a decision is reproducible from its snapshot"
         plan = self.enforcing(snapshot, plan)
         assert all(move.reason for move in (*plan.moves, *plan.refusals)), "every decision has a reason"
-        assert len(plan.moves) <= 1, "moves are serial"
+        assert len(plan.moves) <= 1 or plan.together, "moves are serial"
+        assert not plan.moves or not any(self.switch_left), "moves are serial"
         for move in plan.moves:
             index = int(move.cell_id.removeprefix("cell-"))
-            assert not any(self.switch_left), "moves are serial"
             start = CellState.DRAINING if move.to == "train" else CellState.RETURNING
             self.cells[index] = self.cells[index].moved(start)
             self.switch_left[index] = self.rng.randint(1, 3)
