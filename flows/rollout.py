@@ -9,9 +9,11 @@ Nothing polls.
 """
 
 import queue
+import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
+from uuid import UUID
 
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -21,6 +23,8 @@ from tasks.context import Box, RunContext
 from tasks.grading import grade_rollout
 from tasks.rollouts import execute_rollout
 from tasks.trajectories import CompleteGroup, complete_group, process_rollout
+
+T = TypeVar("T")
 
 # Threads wait for harnesses and verifiers most of the time; how many rollouts run at once is not decided here.
 TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=128)
@@ -39,6 +43,8 @@ class RolloutStream:
         self._missing: dict[str, int] = {}  # group -> members that are not processed yet
         self._members: dict[str, list[Box[Any]]] = {}
         self._complete: dict[str, CompleteGroup] = {}  # that nobody has asked for yet
+        self._wanted: set[str] = set()  # that somebody waits for
+        self._ended_beside: set[UUID] = set()
         self._ended: queue.SimpleQueue[tuple[str, str, PrefectFuture[Any] | None]] = queue.SimpleQueue()
 
     def add(self, groups: Sequence[Sequence[RolloutSpec]]) -> None:
@@ -47,7 +53,7 @@ class RolloutStream:
             self._waiting.extend(group)
             self._missing[group[0].group_id] = len(group)
             self._members[group[0].group_id] = []
-        self._run.scheduling.burst.dispatched(sum(len(group) for group in groups))
+            self._run.scheduling.burst.dispatched(len(group), step=group[0].step)
         self._start()
 
     def put(self, groups: Collection[CompleteGroup]) -> None:
@@ -62,10 +68,17 @@ class RolloutStream:
         """How many of these groups are complete and not asked for."""
         return sum(group_id in self._complete for group_id in group_ids)
 
-    def beside(self, future: PrefectFuture[Any]) -> PrefectFuture[Any]:
-        """Watch a task that runs beside the rollouts: its failure ends the waiting for groups."""
+    def beside(self, future: PrefectFuture[T]) -> PrefectFuture[T]:
+        """Watch a task that runs beside the rollouts: its failure ends whatever is waited for here."""
         self._watch("beside", "", future)
         return future
+
+    def result(self, future: PrefectFuture[T]) -> T:
+        """Wait for a task of `beside`, while rollouts go on."""
+        while future.task_run_id not in self._ended_beside:
+            self._step()
+        self._ended_beside.discard(future.task_run_id)
+        return future.result()
 
     def poke(self) -> None:
         """The capacity may have changed."""
@@ -77,7 +90,7 @@ class RolloutStream:
         An error of the run itself (full disk, lost proxy) and of a task beside is raised; a bad rollout is data inside
         its group.
         """
-        wanted = set(group_ids)
+        wanted = self._wanted = set(group_ids)
         while wanted:
             for group_id in [name for name in self._complete if name in wanted]:
                 wanted.discard(group_id)
@@ -90,7 +103,8 @@ class RolloutStream:
         result = future.result() if future is not None else None
         if stage == "execute":
             self._running -= 1
-            self._run.scheduling.burst.finished()
+            self._run.scheduling.estimates.rollout_ended(result.value.spec.rollout_id, time.monotonic())
+            self._run.scheduling.burst.finished(step=result.value.spec.step)
             self._watch("grade", group_id, grade_rollout.submit(self._run, result))
         elif stage == "grade":
             self._watch("process", group_id, process_rollout.submit(self._run, result))
@@ -103,12 +117,17 @@ class RolloutStream:
         elif stage == "complete":
             del self._missing[group_id]
             self._complete[group_id] = result.value
+            if group_id not in self._wanted:
+                self._run.scheduling.burst.group_ready(of_next=True)
+        elif stage == "beside" and future is not None:
+            self._ended_beside.add(future.task_run_id)
         self._start()
 
     def _start(self) -> None:
         while self._waiting and self._running < self._run.scheduling.capacity():
             spec = self._waiting.popleft()
             self._running += 1
+            self._run.scheduling.estimates.rollout_started(spec.rollout_id, spec.step, time.monotonic())
             self._watch("execute", spec.group_id, execute_rollout.submit(self._run, spec))
 
     def _watch(self, stage: str, group_id: str, future: PrefectFuture[Any]) -> None:

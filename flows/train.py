@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.futures import PrefectFuture
 
 from flows.evaluate import evaluate_heldout
 from flows.rollout import TASK_RUNNER, RolloutStream, stream_of
 from gyre_core.config import RunConfig
+from gyre_core.errors import GyreError
 from gyre_core.store import StepRecord
 from gyre_core.time_box import TimeBox
 from tasks.context import Box, RunContext
@@ -29,7 +31,7 @@ from tasks.rollouts import batches_ahead, dispatch_rollouts, next_rollouts
 from tasks.runs import open_run
 from tasks.scheduling import rebalance_cells
 from tasks.summary import report_step, report_totals, run_summary
-from tasks.training import Inbox, stream_train
+from tasks.training import Inbox, TrainedStep, stream_train
 from tasks.trajectories import CompleteGroup, stored_groups
 
 logger = logging.getLogger(__name__)
@@ -82,29 +84,56 @@ def train_step(run: RunContext, step: int) -> StepRecord:
         pending_dispatch=next_rollouts(run, step),
     )
     inbox = Inbox()
-    rebalancing = stream.beside(rebalance_cells.submit(run, label))
-    training = stream.beside(stream_train.submit(run, label, Box(inbox)))
-    groups: list[CompleteGroup] = []
-    for group in stream.groups(ids):
-        groups.append(group)
-        inbox.put(group)
-        scheduling.burst.group_ready()
-    inbox.close()
-    rollout_s = time.monotonic() - started
-    run.progress.begin(f"step {label}: training")
-    trained = training.result()
-    run.progress.begin(f"step {label}: publishing")
-    published = publish_weights(run, label, trained)
-    record = commit_step(
-        run, label, Box(groups), trained, published, rollout_s=rollout_s, step_s=time.monotonic() - started
-    ).value
-    scheduling.burst.end()
-    rebalancing.result()
+    try:
+        rebalancing = stream.beside(rebalance_cells.submit(run, label))
+        training = stream.beside(stream_train.submit(run, label, Box(inbox)))
+        groups: list[CompleteGroup] = []
+        for group in stream.groups(ids):
+            groups.append(group)
+            inbox.put(group)
+            scheduling.burst.group_ready()
+        inbox.close()
+        rollout_s = time.monotonic() - started
+        while True:
+            run.progress.begin(f"step {label}: training")
+            trained = stream.result(training)
+            run.progress.begin(f"step {label}: publishing")
+            generation = run.services.fleet.core_generation
+            try:
+                published = stream.result(stream.beside(publish_weights.submit(run, label, trained)))
+                break
+            except GyreError as error:
+                if run.services.fleet.core_generation == generation:
+                    raise
+                logger.warning("step %d is trained again: the core died before it was saved (%s)", label, error)
+                training = train_again(run, stream, label, groups)
+        record = commit_step(
+            run, label, Box(groups), trained, published, rollout_s=rollout_s, step_s=time.monotonic() - started
+        ).value
+        scheduling.burst.end()
+        stream.result(rebalancing)
+    except BaseException:
+        scheduling.stop()  # else the tasks beside would wait for ever, and this flow for them
+        inbox.close()
+        raise
     report_step(run, record)
     every = run.config.evaluate.every
     if every and label % every == 0 and label < run.config.train.steps:
         evaluate_heldout(run, f"step-{label}", policy_version=label)
     return record
+
+
+def train_again(
+    run: RunContext, stream: RolloutStream, label: int, groups: list[CompleteGroup]
+) -> PrefectFuture[Box[TrainedStep]]:
+    """Train a step's groups once more, from the weights that the step began with."""
+    run.cell_version = run.policy_version
+    run.scheduling.burst.reopen(groups=len(groups))
+    inbox = Inbox()
+    for group in groups:
+        inbox.put(group)
+    inbox.close()
+    return stream.beside(stream_train.submit(run, label, Box(inbox)))
 
 
 def dispatch_batch(run: RunContext, stream: RolloutStream, batch: int, label: int) -> list[str]:

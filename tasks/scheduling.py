@@ -9,19 +9,21 @@ rest within a second.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from gyre_core.cells.fleet import CellFleet
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from gyre_core.cells.fleet import CellFleet
 from gyre_core.config import RunConfig
 from gyre_core.errors import GyreError
 from gyre_core.scheduler.burst import Burst, QueueView
 from gyre_core.scheduler.cell import CellState
 from gyre_core.scheduler.controller import Controller, Decision
+from gyre_core.scheduler.estimates import Estimates
 from gyre_core.scheduler.policy import POLICIES, CellView, Move, Snapshot
 from tasks.context import Box, RunContext
 from tasks.reporting import RunReporter
@@ -42,6 +44,7 @@ class Scheduling:
 
     def __init__(self, config: RunConfig, fleet: CellFleet, reporter: RunReporter, *, pools: WorkPools | None) -> None:
         self.burst = Burst()
+        self.estimates = Estimates()
         self.timeline = CellTimeline()
         self.decisions: list[dict[str, Any]] = []  # of the open step
         self.moves = 0  # of the open step
@@ -50,21 +53,24 @@ class Scheduling:
         self._reporter = reporter
         self._pools = pools
         self._claim = True
+        self._moved_s: dict[str, float] = {}
         self._listeners: list[Callable[[], None]] = []
         self._capacity = 0
         self._returned = threading.Event()
         self._broken: BaseException | None = None
+        self._stopping = False
         self._controller = Controller(
             POLICIES[config.scheduler.policy], observe=self.observe, move=self._move, record=self._record
         )
         fleet.on_event(self._on_event)
 
     def open(self) -> None:
-        """All cells serve from now on."""
+        """All cells serve from now on, but those that a fixed split trains with."""
         self._fleet.open()
         for cell in self._fleet.views():
             self.timeline.mark(cell.cell_id, _SHOWN.get(cell.state, "switch"))
-        self._count_capacity()
+        while self.tick().moved:  # a fixed split takes its places before the first rollout
+            continue
 
     def begin_step(self, step: int, *, groups: int, next_ready: int, pending_dispatch: int) -> None:
         """A step is open; its batch is dispatched. Groups are held back until the policy has been asked."""
@@ -87,13 +93,23 @@ class Scheduling:
     def observe(self) -> Snapshot:
         """The snapshot a policy decides from."""
         cells = self._fleet.views()
-        scheduler = self._config.scheduler
+        scheduler, rollout = self._config.scheduler, self._config.rollout
+        now_s = time.monotonic()
         return self.burst.snapshot(
-            cells,
+            tuple(replace(cell, moved_s=self._moved_s.get(cell.cell_id, cell.moved_s)) for cell in cells),
             self._queue(cells),
             train_cells=scheduler.train_cells,
             staleness=scheduler.staleness,
-            tail_ratio=1.0,
+            now_s=now_s,
+            microstep_s=self.estimates.microstep_s,
+            tail_s=self.estimates.tail_s(self.burst.step, now_s),
+            tail_ratio=self.estimates.tail_ratio(
+                staleness=scheduler.staleness,
+                cells=scheduler.cells,
+                slots=self._config.slots_per_cell,
+                rollouts=rollout.group_size * rollout.groups_per_step,
+                groups=rollout.groups_per_step,
+            ),
         )
 
     def tick(self) -> Decision:
@@ -109,29 +125,42 @@ class Scheduling:
         """Tick until the open step has ended and no move is left to make; returns the number of moves."""
         self.moves = 0
         try:
-            while True:
+            while not self._stopping:
                 stamp, ended = self.burst.stamp, self.burst.ended
                 decision = self.tick()
-                if decision.moved is not None and not decision.failed:
+                if decision.moved and not decision.failed:
                     continue
-                if decision.moved is None and decision.snapshot.untrained_groups == 0:
+                if not decision.moved and decision.snapshot.untrained_groups == 0:
                     self._returned.set()
                     if ended:
                         return self.moves
                 self.burst.wait(stamp, _LOOK_S)
+            return self.moves
         except BaseException as error:
             self._broken = error
             self._returned.set()
             raise
 
+    def stop(self) -> None:
+        """The run ends early: the controller's loop and who waits for cells return at once."""
+        self._stopping = True
+        self._returned.set()
+        self.burst.poke()
+
+    def check(self) -> None:
+        """Raise GyreError when the controller has failed or the run ends early."""
+        if self._broken is not None:
+            raise GyreError(f"the scheduler has failed: {self._broken!r}") from self._broken
+        if self._stopping:
+            raise GyreError("the run ends")
+
     def wait_returned(self) -> None:
         """Wait, after the optimizer step, until every cell that should serve again does, with verified weights.
 
-        Raises GyreError when the controller has failed.
+        Raises GyreError as `check` does.
         """
         self._returned.wait()
-        if self._broken is not None:
-            raise GyreError(f"the scheduler has failed: {self._broken!r}") from self._broken
+        self.check()
 
     def take_decisions(self) -> list[dict[str, Any]]:
         """What was decided since this was asked last."""
@@ -155,6 +184,7 @@ class Scheduling:
         if move.to == "train":
             self._count_capacity(without=move.cell_id)
         report = asdict(self._fleet.move(move))
+        self._moved_s[move.cell_id] = time.monotonic()
         if report.get("failed"):
             logger.warning("%s did not move to %s: %s", move.cell_id, move.to, report["failed"])
         else:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gyre_core.cells.fleet import CellFleet
-from gyre_core.engine.kv_store import KvStore
 from pydantic import ValidationError
 
+from gyre_core.cells.fleet import CellFleet
 from gyre_core.cells.settings import CellSettings, MembersSettings
 from gyre_core.config import RunConfig
+from gyre_core.engine.kv_store import KvStore
 from gyre_core.errors import ConfigError
 from gyre_core.process import free_port, new_secret
 from gyre_core.proxy.pool import Shards

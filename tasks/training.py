@@ -9,7 +9,7 @@ everything once more; its queue knows by its journal what was trained.
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from prefect.cache_policies import NO_CACHE
 
 from gyre_core.cells.client import CellClient
 from gyre_core.errors import GyreError, TrainError
+from gyre_core.train.queue_records import StepAccount
 from tasks.context import Box, RunContext
 from tasks.trajectories import CompleteGroup
 
@@ -76,15 +77,18 @@ def stream_train(run: RunContext, step_label: int, inbox: Box[Inbox]) -> Box[Tra
     first_s = 0.0
     for group in inbox.value:
         while not run.scheduling.may_hand_over():
+            run.scheduling.check()
             run.scheduling.burst.wait(run.scheduling.burst.stamp, _LOOK_S)
         first_s = first_s or time.monotonic()
         step.take(group)
         run.scheduling.burst.group_handed()
+    run.scheduling.check()  # an inbox is closed too when the run ends early
     closed_s = time.monotonic()
     result = step.close()
     run.cell_version += 1
     ended_s = time.monotonic()
-    totals = {name: float(value) for name, value in result["account"]["stats"].items()}
+    account = StepAccount.from_json(result["account"])
+    totals = dict(account.stats)
     seconds = float(result.get("optimizer_s", result.get("seconds", 0.0)))
     stats = {
         **totals,
@@ -98,29 +102,24 @@ def stream_train(run: RunContext, step_label: int, inbox: Box[Inbox]) -> Box[Tra
         "forward_backward_s": totals.get("duration_s", 0.0),
         "gradients_s": float(result.get("gradients_s", 0.0)),
         "optimizer_s": max(0.0, seconds - float(result.get("gradients_s", 0.0))),
-        "micro_steps_requeued": float(result["account"].get("requeued", 0)),
-        "trainers": float(len({_trainer(session) for session in result["account"].get("taken", {}).values()})),
+        "micro_steps_requeued": float(account.requeued),
+        "trainers": float(len({_trainer(session) for session in account.taken.values()})),
     }
+    run.scheduling.estimates.step_ended(
+        micro_steps=len(account.branches),
+        forward_backward_s=stats["forward_backward_s"],
+        optimizer_s=stats["gradients_s"] + stats["optimizer_s"],
+    )
     return Box(
         TrainedStep(
             num_rollouts=step.num_rollouts,
-            micro_steps=micro_steps_of(result["account"]),
+            micro_steps=account.micro_steps,
             stats=stats,
             groups_trained=tuple(sorted(step.trained)),
             groups_dropped=step.dropped,
             weights_before=str(result.get("weights_before", "")),
-            account=dict(result["account"]),
+            account=account.to_json(),
         )
-    )
-
-
-def micro_steps_of(account: Mapping[str, Any]) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """The branches of each micro-step of a step's account, groups and their micro-steps in order."""
-    names = account.get("branches", {})
-    return tuple(
-        tuple((str(rollout_id), int(branch)) for rollout_id, branch in names[micro_step])
-        for group_id in sorted(account["groups"])
-        for micro_step in account["groups"][group_id]
     )
 
 
@@ -150,14 +149,15 @@ class _Step:
         self.num_rollouts += group.num_included
         if not _signal(group):
             self.without_signal += 1
-        self._handed.append(group)
         self._on_core(lambda core: core.train_group(group.group_id, _signal(group)))
+        self._handed.append(group)
 
     def close(self) -> dict[str, Any]:
         """Seal the step; returns what the optimizer step and its account say, when it was taken."""
         self._on_core(lambda core: core.train_seal(num_rollouts=self.num_rollouts))
         self._run.scheduling.burst.sealed()
         while True:
+            self._run.scheduling.check()
             result = self._on_core(self._sealed_and_finished)
             if result is not None:
                 return result
@@ -171,6 +171,7 @@ class _Step:
         fleet = self._run.services.fleet
         patience_s = time.monotonic() + 3 * self._run.config.scheduler.dead_after_s
         while True:
+            self._run.scheduling.check()
             fleet.check()
             generation = fleet.core_generation
             try:

@@ -8,8 +8,10 @@ A rollout is finished when its harness has ended: from then on it needs no engin
 """
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gyre_core.scheduler.policy import CellView, Snapshot
 
@@ -29,7 +31,7 @@ class Burst:
         self._changed = threading.Condition()
         self._stamp = 0
         self._step = -1
-        self._outstanding = 0  # dispatched and not finished, of all batches
+        self._outstanding: Counter[int] = Counter()  # dispatched and not finished, by the step that trains them
         self._dispatched = 0
         self._finished = 0
         self._untrained = 0
@@ -47,24 +49,34 @@ class Burst:
         """
         with self._changed:
             self._step, self._untrained = step, groups
-            self._dispatched, self._finished = self._outstanding, 0
+            self._dispatched, self._finished = self._outstanding.total(), 0
             self._waiting = self._handed = 0
             self._sealed = self._ended = False
             self._next_ready, self._pending_dispatch = next_ready, pending_dispatch
             self._tell()
 
-    def dispatched(self, rollouts: int) -> None:
-        """Rollouts that need an engine from now on, running or not."""
+    def reopen(self, *, groups: int) -> None:
+        """The optimizer step was lost: all its groups, which are graded, are to be trained once more."""
         with self._changed:
-            self._outstanding += rollouts
+            self._untrained = self._waiting = groups
+            self._handed = 0
+            self._sealed = False
+            self._tell()
+
+    def dispatched(self, rollouts: int, *, step: int) -> None:
+        """Rollouts of this step's batch (-1: of none) that need an engine from now on, running or not."""
+        with self._changed:
+            self._outstanding[step] += rollouts
             self._dispatched += rollouts
             self._tell()
 
-    def finished(self, rollouts: int = 1) -> None:
-        """Rollouts that need no engine any more, whatever became of them."""
+    def finished(self, *, step: int) -> None:
+        """A rollout that needs no engine any more, whatever became of it."""
         with self._changed:
-            self._outstanding -= rollouts
-            self._finished += rollouts
+            self._outstanding[step] -= 1
+            if not self._outstanding[step]:
+                del self._outstanding[step]
+            self._finished += 1
             self._tell()
 
     def group_ready(self, *, of_next: bool = False) -> None:
@@ -117,7 +129,7 @@ class Burst:
     def outstanding(self) -> int:
         """The water level: rollouts that need an engine, of all batches."""
         with self._changed:
-            return self._outstanding
+            return self._outstanding.total()
 
     @property
     def stamp(self) -> int:
@@ -136,10 +148,8 @@ class Burst:
         with self._changed:
             self._tell()
 
-    def snapshot(
-        self, cells: Sequence[CellView], queue: QueueView, *, train_cells: int, staleness: int, tail_ratio: float
-    ) -> Snapshot:
-        """What a policy decides from. Raises ValueError without cells."""
+    def snapshot(self, cells: Sequence[CellView], queue: QueueView, **more: Any) -> Snapshot:
+        """What a policy decides from; `more` are further fields of it. Raises ValueError without cells."""
         if not cells:
             raise ValueError("a run has at least one cell")
         with self._changed:
@@ -155,9 +165,8 @@ class Burst:
                 pending_microsteps=queue.pending + queue.leased,
                 next_ready_groups=self._next_ready,
                 pending_dispatch=self._pending_dispatch,
-                train_cells=train_cells,
-                staleness=staleness,
-                tail_ratio=tail_ratio,
+                due_rollouts=self._outstanding[self._step] if self._untrained else None,
+                **more,
             )
 
     def _tell(self) -> None:

@@ -2,14 +2,14 @@
 
     observe -> policy -> mechanism (enforce) -> move -> record
 
-Enters: a policy, a way to look, a way to move. Leaves: at most one move a tick, and decisions: the snapshot, the plan
-with its refusals, what became of the move. Moves are serial: `tick` returns when its move is over. What is recorded is
-bounded: a refusal whose kind was the last tick's too is not recorded again.
+Enters: a policy, a way to look, a way to move. Leaves: the moves of one plan a tick, and decisions: the snapshot, the
+plan with its refusals, what became of the moves. Moves are serial: `tick` returns when they are over, and one that
+fails ends its plan. What is recorded is bounded: refusals of the same kinds as the last tick's are not recorded again.
 """
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gyre_core.clock import Clock, SystemClock
@@ -28,13 +28,17 @@ class Decision:
 
     snapshot: Snapshot
     plan: Plan
-    moved: Move | None  # the move that was made, or tried
-    outcome: Mapping[str, Any]  # of the move: seconds, phases, calls moved, or why it failed; empty without one
+    outcomes: tuple[Mapping[str, Any], ...]  # of the moves that were tried: seconds, phases, calls moved, `failed`
+
+    @property
+    def moved(self) -> bool:
+        """Whether a move was made, or tried."""
+        return bool(self.outcomes)
 
     @property
     def failed(self) -> str:
-        """Why the move did not come about; empty when it did or there was none."""
-        return str(self.outcome.get("failed") or "")
+        """Why the last move did not come about; empty when it did or there was none."""
+        return str(self.outcomes[-1].get("failed") or "") if self.outcomes else ""
 
     def as_json(self) -> dict[str, Any]:
         """For the store: the policy can be asked again with this snapshot."""
@@ -42,7 +46,7 @@ class Decision:
             "snapshot": asdict(self.snapshot),
             "moves": [asdict(move) for move in self.plan.moves],
             "refusals": [asdict(move) for move in self.plan.refusals],
-            "outcome": dict(self.outcome),
+            "outcomes": [dict(outcome) for outcome in self.outcomes],
         }
 
 
@@ -73,21 +77,25 @@ class Controller:
         self._seen_s = self._clock.monotonic_s()
 
     def tick(self) -> Decision:
-        """Decide once, and make the move if there is one."""
+        """Decide once, and make the plan's moves."""
         snapshot = self._observe()
         plan = enforce(snapshot, self._policy(snapshot))
         self._watch(snapshot)
-        moved = plan.moves[0] if plan.moves else None
-        outcome: Mapping[str, Any] = self._move(moved) if moved is not None else {}
-        decision = Decision(snapshot=snapshot, plan=plan, moved=moved, outcome=outcome)
+        outcomes: list[Mapping[str, Any]] = []
+        for move in plan.moves:
+            outcomes.append(self._move(move))
+            if outcomes[-1].get("failed"):
+                break
+        decision = Decision(snapshot=snapshot, plan=plan, outcomes=tuple(outcomes))
         refused = tuple((move.cell_id, move.to, _kind(move.reason)) for move in plan.refusals)
-        if moved is not None or refused != self._refused:
+        if outcomes or refused != self._refused:
             self._record(decision)
         self._refused = refused
         return decision
 
     def _watch(self, snapshot: Snapshot) -> None:
         now_s = self._clock.monotonic_s()
+        snapshot = replace(snapshot, now_s=0.0, tail_s=0.0)
         if snapshot != self._seen:
             self._seen, self._seen_s = snapshot, now_s
         elif now_s - self._seen_s >= self._idle_warning_s and (snapshot.water_level or snapshot.untrained_groups):

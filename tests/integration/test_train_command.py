@@ -85,7 +85,7 @@ def test_train_killed_in_a_step_then_resumed_trains_every_group_once(tmp_path: P
     assert set(trained.values()) == {1}
     assert max(record.stats["sampler_trainer_max_abs"] for record in records) < 1e-4
     for record in records:
-        assert record.extra["publish"]["version"] == record.version_after
+        assert record.extra["publish"]["policy_version"] == record.version_after
 
     shown = gyre("inspect", "r1", "s0000", "--runs-dir", str(runs))
     assert shown.returncode == 1 and "fits 6 rollouts" in shown.stderr

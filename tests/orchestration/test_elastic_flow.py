@@ -12,11 +12,12 @@ from prefect.client.orchestration import get_client
 
 from flows.rollout import TASK_RUNNER
 from flows.train import train_step
+from gyre_core.errors import GyreError
 from gyre_core.run_folder import RunFolder
 from gyre_core.types import RolloutSpec
 from tasks.context import RunContext
 from tasks.work_pools import ROLLOUT_POOL, TRAIN_POOL, WorkPools
-from tests.orchestration.test_training_flow import Executed, NoAdmin, Rollouts
+from tests.orchestration.test_training_flow import NoAdmin, Rollouts
 from tests.support.runs import FakeFleet, SimulatedDeath, make_context, small_config
 
 
@@ -127,6 +128,26 @@ def test_async_off1_holds_groups_back_until_the_batch_is_whole(tmp_path: Path, r
     steps_flow(run, 1)
     assert burst_ready[0] == 2, "both groups were whole when the first was handed over"
     assert fleet.moved == [("cell-0", "train")], "a fixed split: the core goes to training once and stays"
+
+
+def test_core_that_dies_before_its_step_is_saved_trains_the_step_again(tmp_path: Path, rollouts: GatedRollouts) -> None:
+    class Dying(FakeFleet):
+        def finish_checkpoint(self) -> dict[str, Any]:
+            if self.core_generation == 0:
+                self.core_generation, self.version = 1, 0  # a new process, from the state before the step
+                self.target = 0
+                self.served = [0]
+                raise GyreError("the cell host does not answer /checkpoint/finish")
+            return super().finish_checkpoint()
+
+    config = small_config(tmp_path)
+    fleet = Dying(policy_version=0)
+    run = make_context(config, RunFolder.create(config, "r1"), fleet)
+    steps_flow(run, 1)
+    (record,) = run.store.read_steps()
+    assert (record.version_after, len(record.groups_trained)) == (1, 2)
+    assert Counter(fleet.handed) == dict.fromkeys(record.groups_trained, 2), "both were handed over once more"
+    assert set(rollouts.executed.values()) == {1}, "no rollout was run again"
 
 
 def test_work_pools_follow_the_cells() -> None:

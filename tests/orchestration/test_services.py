@@ -15,7 +15,7 @@ from gyre_core.types import RolloutSpec
 from tasks.rollouts import execute_rollout
 from tasks.runs import _clear_leftovers
 from tasks.services import proxy_settings
-from tests.support.runs import FakeCell, make_context, small_config
+from tests.support.runs import FakeFleet, make_context, small_config
 
 TABLE = {"harness": "my-agent", "sub_agent": [{"header": "x-parent"}]}
 
@@ -68,7 +68,7 @@ def test_resumed_run_drops_the_sessions_of_any_process_and_says_whose(
 
 def test_rollout_on_a_proxy_that_is_lost_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path)
-    run = make_context(config, make_folder(config), FakeCell(policy_version=0))
+    run = make_context(config, make_folder(config), FakeFleet(policy_version=0))
 
     async def execute(*_: Any, **__: Any) -> None:
         run.services.proxies.lose(0, "proxy ended too often")

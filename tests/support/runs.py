@@ -137,6 +137,12 @@ class FakeFleet:
             },
             "stats": {"num_targets": targets, "loss": 0.5} if micro_steps else {},
             "requeued": 0,
+            "failed": 0,
+            "cut_off": [],
+            "rates": {},
+            "sums": [{"session": "step/core#1", "owner": True, "micro_steps": list(micro_steps)}]
+            if micro_steps
+            else [],
         }
         return self._done("train_finish", {"grad_norm": 1.0 if micro_steps else 0.0, "account": account})
 

@@ -12,7 +12,7 @@ from tasks import pages
 from tasks.context import RunContext
 from tasks.pages import Candidate, choose, show_rollouts
 from tests.support.rollouts import branch_of
-from tests.support.runs import FakeCell, finished_rollout, make_context, small_config
+from tests.support.runs import FakeFleet, finished_rollout, make_context, small_config
 from tests.support.tokenizer import save_model_folder
 
 
@@ -34,7 +34,7 @@ def candidate(rollout_id: str, reward: float | None, branches: int = 1, tokens: 
 def run(tmp_path: Path) -> RunContext:
     save_model_folder(tmp_path / "policy")
     config = small_config(tmp_path)
-    context = make_context(config, RunFolder.create(config, "r1"), FakeCell(policy_version=0))
+    context = make_context(config, RunFolder.create(config, "r1"), FakeFleet(policy_version=0))
     context.reporter = Shown()  # type: ignore[assignment]
     commit_group(context.store, "s0000-a", [0.0, 1.0, None])
     return context
