@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def create_app(settings: CellSettings) -> Starlette:
     """An ASGI app that boots the cell when it starts and stops it when it ends."""
-    host = CellHost(settings)
+    host = _host(settings)
     expected = f"Bearer {settings.secret}".encode()
 
     @contextlib.asynccontextmanager
@@ -62,6 +62,21 @@ def create_app(settings: CellSettings) -> Starlette:
 
         return endpoint
 
+    async def train_group(request: Request) -> Response:
+        async def group(body: bytes) -> dict[str, Any]:
+            return await host.train_group(request.query_params["group_id"], body)
+
+        return await verb(group, raw=True)(request)
+
+    async def train_finish(request: Request) -> Response:
+        async def finish(body: dict[str, Any]) -> dict[str, Any]:
+            return await host.train_finish(**body) or {"running": True}
+
+        reply = await verb(finish)(request)
+        if reply.status_code == 200 and reply.body == b'{"running":true}':
+            reply.status_code = 202
+        return reply
+
     async def train_step(request: Request) -> Response:
         query = request.query_params
 
@@ -76,9 +91,24 @@ def create_app(settings: CellSettings) -> Starlette:
 
         return await verb(step, raw=True)(request)
 
+    async def role(body: dict[str, Any]) -> dict[str, Any]:
+        version = body.get("policy_version")
+        return await host.role(
+            str(body["to"]), epoch=int(body["epoch"]), policy_version=None if version is None else int(version)
+        )
+
     routes = [
         Route("/status", status),
-        Route("/role", verb(lambda body: host.role(body["to"], epoch=body["epoch"])), methods=["POST"]),
+        Route("/role", verb(role), methods=["POST"]),
+        Route("/weights/refresh", verb(lambda body: host.refresh(int(body["policy_version"]))), methods=["POST"]),
+        Route("/train/open", verb(lambda body: host.train_open(**body)), methods=["POST"]),
+        Route("/train/group", train_group, methods=["POST"]),
+        Route("/train/seal", verb(lambda body: host.train_seal(**body)), methods=["POST"]),
+        Route("/train/finish", train_finish, methods=["POST"]),
+        Route("/train/abort", verb(lambda _: host.train_abort()), methods=["POST"]),
+        Route("/train/cut_off", verb(lambda body: host.cut_off(str(body["trainer"]))), methods=["POST"]),
+        Route("/train/sum/begin", verb(lambda _: host.sum_begin()), methods=["POST"]),
+        Route("/train/sum/end", verb(lambda _: host.sum_end()), methods=["POST"]),
         Route("/train/micro_step", verb(host.micro_step, raw=True), methods=["POST"]),
         Route("/train/optimizer_step", verb(lambda body: host.optimizer_step(**body)), methods=["POST"]),
         Route("/train/step", train_step, methods=["POST"]),
@@ -98,3 +128,12 @@ def create_app(settings: CellSettings) -> Starlette:
     return Starlette(
         routes=routes, lifespan=lifespan, middleware=[Middleware(BaseHTTPMiddleware, dispatch=authenticate)]
     )
+
+
+def _host(settings: CellSettings) -> CellHost:
+    """The cell, or an emulated one."""
+    if settings.emulate is None:
+        return CellHost(settings)
+    from gyre_core.cells.emulated import EmulatedCellHost
+
+    return EmulatedCellHost(settings)

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from gyre_core.errors import EngineError, GyreError, TrainError, TransferError
+from gyre_core.scheduler.cell import StaleEpochError
 from gyre_core.transfer.branches import branches_to_ipc
 from gyre_core.types import TrainingBranch
 
@@ -14,6 +15,7 @@ _ERRORS: dict[str, type[GyreError]] = {
     "TrainError": TrainError,
     "TransferError": TransferError,
     "EngineError": EngineError,
+    "StaleEpochError": StaleEpochError,
 }
 
 
@@ -39,9 +41,65 @@ class CellClient:
         """State, epoch, policy version, the engine's URL and its key (`engine_key`: not to be logged or stored)."""
         return self._call("GET", "/status")
 
-    def role(self, to: str, *, epoch: int) -> dict[str, Any]:
-        """Move the cell to `train` or `rollout`; `epoch` must be the current one. Returns the new status."""
-        return self._call("POST", "/role", json={"to": to, "epoch": epoch})
+    def role(self, to: str, *, epoch: int, policy_version: int | None = None) -> dict[str, Any]:
+        """Move the cell to `drain`, `train` or `rollout`; `epoch` must be the current one, else StaleEpochError.
+
+        With `policy_version` the engine serves that version when the cell is back in rollout. Returns the new status
+        and `phases`: seconds by name. Safe to repeat after a lost answer.
+        """
+        body = {"to": to, "epoch": epoch}
+        if policy_version is not None:
+            body["policy_version"] = policy_version
+        return self._call("POST", "/role", json=body)
+
+    def weights_refresh(self, *, policy_version: int) -> dict[str, Any]:
+        """Bring this version into the cell's own engine, verified by checksum; the caller has drained its calls.
+
+        Returns the report of the publication and `phases`; `refreshed` is False when the engine served it already.
+        """
+        return self._call("POST", "/weights/refresh", json={"policy_version": policy_version})
+
+    def train_open(self, *, step: int, policy_version: int, learning_rate: float | None = None) -> dict[str, Any]:
+        """Open a step of the weights of `policy_version`; safe to repeat. Returns the step's status.
+
+        After a restart of the core the step holds what its journal knows, so send every group again: known ones count
+        once. Without a learning rate the step takes the configuration's. Not in the middle of another step.
+        """
+        body = {"step": step, "policy_version": policy_version, "learning_rate": learning_rate}
+        return self._call("POST", "/train/open", json=body)
+
+    def train_group(self, group_id: str, branches: Sequence[TrainingBranch]) -> dict[str, Any]:
+        """A graded group of the open step; safe to repeat. Returns its `micro_steps`: none when it has no signal."""
+        return self._call("POST", "/train/group", params={"group_id": group_id}, content=branches_to_ipc(branches))
+
+    def train_seal(self, *, num_rollouts: int) -> dict[str, Any]:
+        """No more groups come, and the step divides by `num_rollouts`; safe to repeat. Returns the step's status."""
+        return self._call("POST", "/train/seal", json={"num_rollouts": num_rollouts})
+
+    def train_finish(self, *, wait_s: float = 10.0) -> dict[str, Any] | None:
+        """Statistics and `account` of the step once it is done, else None after `wait_s`; safe to repeat.
+
+        Raises TrainError for a step that was refused: then weights and version are as before, and the step is open to
+        be opened anew.
+        """
+        reply = self._call("POST", "/train/finish", json={"wait_s": wait_s})
+        return None if reply.get("running") else reply
+
+    def train_abort(self) -> dict[str, Any]:
+        """Give the open step up: weights and version stay, the groups are the caller's. Safe to repeat."""
+        return self._call("POST", "/train/abort", json={})
+
+    def cut_off(self, trainer: str) -> dict[str, Any]:
+        """To the core: this member's process is dead. What it did not hand in is computed again at once."""
+        return self._call("POST", "/train/cut_off", json={"trainer": trainer})
+
+    def sum_begin(self) -> None:
+        """Replay: put the gradient so far aside; micro-steps sum from zero until `sum_end`."""
+        self._call("POST", "/train/sum/begin", json={})
+
+    def sum_end(self) -> None:
+        """Replay: add the sum since `sum_begin` to what was put aside, as a core adds a satellite's."""
+        self._call("POST", "/train/sum/end", json={})
 
     def micro_step(self, branches: Sequence[TrainingBranch]) -> dict[str, Any]:
         """Forward and backward of some branches; gradients accumulate. Returns keys by micro-step and their stats."""

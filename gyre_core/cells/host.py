@@ -1,43 +1,44 @@
 """The cell host: owns one engine and one trainer, keeps both warm, and switches between them.
 
-Enters: control requests (role changes, micro-steps, publications, checkpoints). Leaves: an engine that serves calls
-while the cell is in rollout, gradients and weights while it trains. Invariants: one role at a time; the engine never
-serves weights that were not verified against the trainer's; a message of an older epoch is refused.
+Enters: control requests (role changes, steps, publications, checkpoints). Leaves: an engine that serves calls while the
+cell is in rollout, gradients and weights while it trains. Invariants: one role at a time; the engine never serves
+weights that were not verified against the trainer's; a message of another epoch changes nothing, and a role change that
+is asked for again after its answer was lost is answered again.
 
-All trainer work runs on one thread of its own, in order; the control API stays responsive meanwhile.
+    drain     rollout -> draining                     the engine still runs its calls, the caller takes them away
+    train     (rollout ->) draining -> training       a core works off the open step, a satellite the core's
+    rollout   training -> returning -> rollout        a satellite hands its gradient in; the engine gets its weights
+              draining -> rollout                     a move that was given up
 """
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from gyre_core.cells.members import HubSettings, MemberHub
+import torch
+
 from gyre_core.cells.settings import CellSettings
+from gyre_core.cells.trainer import CellTrainer
 from gyre_core.config.models import TransferConfig
 from gyre_core.engine.sglang import SGLangServer
-from gyre_core.errors import ConfigError, GyreError, TransferError
-from gyre_core.scheduler.cell import CellState, CellStatus
-from gyre_core.train.megatron.backend import MegatronTrainer
-from gyre_core.train.megatron.replica import MegatronReplica
-from gyre_core.train.packing import pack_for_training
-from gyre_core.train.queue_records import QueueRules, StepAccount
-from gyre_core.train.stats import combine_stats
-from gyre_core.transfer.branches import branches_from_ipc
+from gyre_core.errors import GyreError, TransferError
+from gyre_core.scheduler.cell import CellState, CellStatus, StaleEpochError
+from gyre_core.train.parallel import ParallelTrainer
+from gyre_core.train.queue_client import CoreUnreachableError
 from gyre_core.transfer.weights import WeightPublisher
-from gyre_core.types import TrainingBranch
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PUBLISH_ATTEMPTS = 3  # the second as the first, the third through files
+_TARGETS = {"drain": CellState.DRAINING, "train": CellState.TRAINING, "rollout": CellState.ROLLOUT}
 
 
-class CellHost:
+class CellHost(CellTrainer):
     """One cell. `start()` returns when engine and trainer are warm; `stop()` leaves no process behind.
 
     Without engine settings it is a trainer alone: it trains and compares, and publishes to nobody.
@@ -46,16 +47,20 @@ class CellHost:
     """
 
     def __init__(self, settings: CellSettings) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self.status = CellStatus(cell_id=settings.cell_id, state=CellState.RETURNING, epoch=0)
-        self.policy_version = settings.policy_version
         self._engine: SGLangServer | None = None
-        self._trainer: MegatronTrainer | None = None
         self._publisher: WeightPublisher | None = None
-        self._hub: MemberHub | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
-        self._lock = asyncio.Lock()
+        self._role_lock = asyncio.Lock()
+        self._last_role: tuple[str, int] | None = None  # what was asked for last, and answered
+        self._phases: dict[str, float] = {}  # of the last role change
         self._published: int | None = None
+        self._published_weights = ""  # a satellite: checksum of the core's snapshot that the engine serves
+
+    @property
+    def training(self) -> bool:
+        """Whether the trainer works off steps now."""
+        return self.status.state is CellState.TRAINING
 
     async def start(self) -> dict[str, float]:
         """Boot the engine and build the trainer side by side; returns seconds by phase."""
@@ -63,7 +68,6 @@ class CellHost:
         settings = self.settings
         if settings.engine is None:
             await self._on_trainer_thread(self._build_trainer)
-            self._published = self.policy_version  # nobody serves it
             self.status = self.status.moved(CellState.ROLLOUT)
             return {"total_s": time.monotonic() - started}
         engine = self._start_engine()
@@ -80,140 +84,120 @@ class CellHost:
         if settings.checkpoint is not None:
             await self.publish()
         else:
-            self._published = self.policy_version
+            self._published = settings.policy_version
         self.status = self.status.moved(CellState.ROLLOUT)
         return {"engine_s": booted - started, "total_s": time.monotonic() - started}
 
-    async def role(self, to: str, *, epoch: int) -> dict[str, Any]:
-        """Change the role; the caller has drained the cell's calls. Returns the new status and seconds by phase.
+    # -- roles -----------------------------------------------------------------------------------------------------
 
-        Raises ValueError for an epoch that is not the current one or a move the state machine does not have, GyreError
-        when the weights in the engine are not the trainer's.
+    async def role(self, to: str, *, epoch: int, policy_version: int | None = None) -> dict[str, Any]:
+        """Change the role; the caller has drained the cell's calls. Returns the new status and `phases` (seconds).
+
+        `policy_version`: which version the engine must serve when this returns (to rollout). Raises StaleEpochError for
+        an epoch that is not the current one, ValueError for a move the state machine does not have; GyreError when the
+        weights are not in the engine: a cell that was returning then still is, and the same request tries again.
         """
-        async with self._lock:
-            if epoch != self.status.epoch:
-                raise ValueError(
+        if to not in _TARGETS:
+            raise ValueError(f"role {to!r}: use drain, train or rollout")
+        async with self._role_lock:
+            if (to, epoch) == self._last_role and self.status.state is _TARGETS[to]:
+                return {**self.describe(), "phases": dict(self._phases), "seconds": sum(self._phases.values())}
+            again = to == "rollout" and self.status.state is CellState.RETURNING and (to, epoch) == self._last_role
+            if epoch != self.status.epoch and not again:
+                raise StaleEpochError(
                     f"epoch {epoch} is not the cell's current one ({self.status.epoch}): ask /status again"
                 )
             started = time.monotonic()
-            if to == "train":
-                self.status = self.status.moved(CellState.DRAINING).moved(CellState.TRAINING)
-            elif to == "rollout":
-                returning = self.status.moved(CellState.RETURNING)
-                if self._published != self.policy_version:
-                    raise GyreError(
-                        f"{self.status.cell_id} holds version {self.policy_version} but its engine {self._published}: "
-                        "publish before returning to rollout"
-                    )
-                self.status = returning.moved(CellState.ROLLOUT)
+            self._phases = {}
+            if to == "drain":
+                self.status = self.status.moved(CellState.DRAINING)
+            elif to == "train":
+                await self._to_training()
             else:
-                raise ValueError(f"role {to!r}: use train or rollout")
-            return {**self.describe(), "seconds": time.monotonic() - started}
+                self._check_return(policy_version)
+                self._last_role = (to, epoch)
+                await self._to_rollout(policy_version)
+            self._last_role = (to, epoch)
+            seconds = time.monotonic() - started
+            logger.info("%s is in %s, epoch %d: %s", self.settings.cell_id, to, self.status.epoch, self._phases)
+            return {**self.describe(), "phases": dict(self._phases), "seconds": seconds}
 
-    async def micro_step(self, body: bytes) -> dict[str, Any]:
-        """Forward and backward of the branches in `body` (Arrow IPC); gradients accumulate unnormalised."""
-        self._require(CellState.TRAINING)
-        arrived = time.monotonic()
-        branches = branches_from_ipc(body)
-        read_s = time.monotonic() - arrived
+    async def _to_training(self) -> None:
+        draining = self.status
+        if draining.state is not CellState.DRAINING:
+            draining = draining.moved(CellState.DRAINING)
+        status = draining.moved(CellState.TRAINING)
+        member = self.member
+        if member is not None:
+            with self._phase("pull"):
+                try:
+                    await self.between(member.satellite.pull)
+                except GyreError as error:  # it asks again when it works
+                    logger.warning("%s has not pulled the weights yet: %s", self.settings.cell_id, error)
+        with self._phase("start"):
+            self.status = status
+            async with self._lock:
+                self._go_on()
 
-        def work() -> dict[str, Any]:
-            trainer = self._built_trainer()
-            started = time.monotonic()
-            packed = pack_for_training(branches, self.settings.train)
-            packing_s = read_s + time.monotonic() - started
-            stats = combine_stats([asdict(trainer.micro_step(part)) for part in packed])
-            keys = [[(key.rollout_id, key.branch) for key in part.branches] for part in packed]
-            return {"keys": keys, "stats": stats, "packing_s": packing_s, "seconds": time.monotonic() - started}
+    async def _to_rollout(self, policy_version: int | None) -> None:
+        if self.status.state is CellState.TRAINING:
+            self.status = self.status.moved(CellState.RETURNING)
+        with self._phase("hand_in"):
+            await self.halt()
+        if policy_version is not None:
+            await self._refresh(policy_version, self._phases)
+        self.status = self.status.moved(CellState.ROLLOUT)
 
-        async with self._lock:
-            return await self._on_trainer_thread(work)
+    def _check_return(self, policy_version: int | None) -> None:
+        """A cell that makes weights serves those, unless the caller says which."""
+        if self.status.state is CellState.ROLLOUT:
+            self.status.moved(CellState.RETURNING)  # refused with its reason
+        behind = self.status.state is not CellState.DRAINING and self._published != self.policy_version
+        if policy_version is None and behind and self._engine is not None and self.member is None:
+            raise GyreError(
+                f"{self.status.cell_id} holds version {self.policy_version} but its engine {self._published}: "
+                "publish before returning to rollout"
+            )
 
-    async def optimizer_step(
-        self, *, num_rollouts: int, policy_version: int, learning_rate: float | None = None
-    ) -> dict[str, Any]:
-        """One optimizer step; `policy_version` must be the next one. Without a learning rate the configuration's.
+    # -- weights ---------------------------------------------------------------------------------------------------
 
-        `weights_before` in the reply is the digest of the weights that the step started from.
+    async def refresh(self, policy_version: int) -> dict[str, Any]:
+        """Bring this version into the cell's own engine, verified; the caller has drained its calls.
+
+        A satellite pulls the core's snapshot first. Raises ValueError for a version that a core does not hold,
+        TransferError when weights did not arrive whole or the core offers others, GyreError when it does not answer.
         """
-        self._require(CellState.TRAINING)
-        if policy_version != self.policy_version + 1:
-            raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
+        async with self._role_lock:
+            phases: dict[str, float] = {}
+            return {**await self._refresh(policy_version, phases), "phases": phases}
 
-        def work() -> dict[str, Any]:
-            started = time.monotonic()
-            rate = learning_rate
-            if rate is None:
-                rate = self.settings.train.learning_rate_at(policy_version - 1)
-            before = self._built_trainer().weights_digest()
-            stats = self._built_trainer().optimizer_step(num_rollouts, rate)
-            return {**asdict(stats), "weights_before": before, "seconds": time.monotonic() - started}
-
-        async with self._lock:
-            stats = await self._on_trainer_thread(work)
-            self.policy_version = policy_version
-            await self._on_trainer_thread(self._offer_weights)
-            return {**stats, "policy_version": policy_version}
-
-    async def train_step(
-        self, body: bytes, *, num_rollouts: int, policy_version: int, learning_rate: float | None = None
-    ) -> dict[str, Any]:
-        """A whole step over the branches in `body`, shared with whichever satellites join meanwhile.
-
-        The reply has the step's stats and its account: which micro-step was in whose gradient. Raises TrainError for a
-        step that was refused; weights and version are then as before.
-        """
-        self._require(CellState.TRAINING)
-        groups: dict[str, list[TrainingBranch]] = {}
-        for branch in branches_from_ipc(body):
-            groups.setdefault(branch.group_id, []).append(branch)
-
-        def work() -> dict[str, Any]:
-            started = time.monotonic()
-            trainer, train, hub = self._built_trainer(), self.settings.train, self._hub
-            if hub is None:
-                raise ValueError(f"{self.status.cell_id} shares no steps: its settings have no members")
-            if policy_version != self.policy_version + 1:
-                raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
-            before = trainer.weights_digest()
-            queue = hub.open_step(policy_version - 1, QueueRules.of(train))
-            for group_id, branches in groups.items():
-                if not queue.has_group(group_id):
-                    queue.add_group(group_id, branches)
-            queue.seal()
-            rate = train.learning_rate_at(policy_version - 1) if learning_rate is None else learning_rate
-
-            def step(_: StepAccount) -> dict[str, Any]:
-                return asdict(trainer.optimizer_step(num_rollouts, rate))
-
-            account, stats = hub.run_step(queue, step)
-            self.policy_version = policy_version
-            return {
-                **stats,
-                "account": asdict(account),
-                "weights_before": before,
-                "policy_version": policy_version,
-                "seconds": time.monotonic() - started,
-            }
-
-        async with self._lock:
-            return await self._on_trainer_thread(work)
-
-    async def skip_step(self, *, policy_version: int) -> dict[str, Any]:
-        """A step without any gradient: the version advances, weights and optimizer state stay as they are."""
-        self._require(CellState.TRAINING)
-        async with self._lock:
-            if policy_version != self.policy_version + 1:
-                raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
-            before = await self._on_trainer_thread(lambda: self._built_trainer().weights_digest())
-            self.policy_version = policy_version
-            await self._on_trainer_thread(self._offer_weights)
-            return {"grad_norm": 0.0, "weights_before": before, "policy_version": policy_version}
-
-    async def reset_gradients(self) -> None:
-        """Drop accumulated gradients."""
-        async with self._lock:
-            await self._on_trainer_thread(lambda: self._built_trainer().reset_gradients())
+    async def _refresh(self, policy_version: int, phases: dict[str, float]) -> dict[str, Any]:
+        member = self.member
+        served = self._published if self._engine is not None else self.policy_version
+        weights = ""
+        if member is not None:
+            try:
+                with self._phase("pull", phases):
+                    await self.between(lambda: member.satellite.pull(policy_version))
+            except CoreUnreachableError:
+                if served != policy_version:
+                    raise
+            weights = member.satellite.held or ""
+        if served == policy_version and weights == self._published_weights:
+            return {"version": policy_version, "refreshed": False}
+        if self.policy_version != policy_version:
+            raise ValueError(
+                f"{self.settings.cell_id} holds policy version {self.policy_version}, {policy_version} is asked for"
+            )
+        if self._engine is None:
+            self._published_weights = weights
+            return {"version": policy_version, "refreshed": True}
+        with self._phase("publish", phases):
+            report = await self.publish()
+        if report["version"] != policy_version:
+            raise TransferError(f"version {report['version']} is in the engine, {policy_version} was asked for")
+        self._published_weights = weights
+        return {**report, "refreshed": True}
 
     async def publish(self) -> dict[str, Any]:
         """Trainer's weights into the engine, paused meanwhile and verified by checksum.
@@ -222,100 +206,48 @@ class CellHost:
         files unless the configuration demands Mooncake. `failures` in the report says what went wrong before. Raises
         TransferError when every try failed.
         """
-        async with self._lock:
-            tensors = await self._on_trainer_thread(lambda: list(self._built_trainer().export_hf()))
-            failures: list[str] = []
-            while True:
-                if self._publisher is None:
-                    raise GyreError(f"{self.status.cell_id} has no engine to publish to")
-                try:
-                    report = await self._publisher.publish(tensors, self.policy_version)
-                except TransferError as error:
-                    failures.append(str(error))
-                    if len(failures) >= PUBLISH_ATTEMPTS:
-                        raise
-                    logger.warning("%s: try %d to publish failed: %s", self.status.cell_id, len(failures), error)
-                    await self._mend_engine(last_try=len(failures) == PUBLISH_ATTEMPTS - 1)
-                else:
-                    self._published = self.policy_version
-                    return {**asdict(report), "failures": failures}
 
-    async def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> dict[str, Any]:
-        """Begin a checkpoint: the trainer may go on when this returns, the folder is there after `finish_checkpoint`.
+        def exported() -> tuple[int, list[tuple[str, torch.Tensor]]]:
+            return self.policy_version, list(self._built_trainer().export_hf())
 
-        Whole or absent: written beside `path`, then renamed. The reply has the weights' digest and the back end;
-        `seconds` is what the trainer stood still for.
-        """
+        version, tensors = await self.between(exported)
+        failures: list[str] = []
+        while True:
+            if self._publisher is None:
+                raise GyreError(f"{self.status.cell_id} has no engine to publish to")
+            try:
+                report = await self._publisher.publish(tensors, version)
+            except TransferError as error:
+                failures.append(str(error))
+                if len(failures) >= PUBLISH_ATTEMPTS:
+                    raise
+                logger.warning("%s: try %d to publish failed: %s", self.status.cell_id, len(failures), error)
+                await self._mend_engine(last_try=len(failures) == PUBLISH_ATTEMPTS - 1)
+            else:
+                self._published = version
+                return {**asdict(report), "failures": failures}
 
-        def work() -> dict[str, Any]:
-            started = time.monotonic()
-            trainer = self._built_trainer()
-            trainer.begin_checkpoint(path, extra, self.policy_version)
-            return {
-                "path": str(path),
-                "weights_digest": trainer.weights_digest(),
-                "back_end": trainer.back_end(),
-                "seconds": time.monotonic() - started,
-            }
-
-        async with self._lock:
-            return await self._on_trainer_thread(work)
-
-    async def finish_checkpoint(self) -> dict[str, Any]:
-        """Wait until the checkpoint that was begun is durable; raises TrainError when it could not be written.
-
-        Not under the lock and not on the trainer's thread: both are free for the step meanwhile.
-        """
-        started = time.monotonic()
-        saved = await asyncio.to_thread(self._built_trainer().finish_checkpoint)
-        if saved is None:
-            raise ValueError(f"{self.status.cell_id} writes no checkpoint")
-        waited_s = time.monotonic() - started
-        return {"path": str(saved.path), "bytes": saved.size_bytes, "write_s": saved.write_s, "seconds": waited_s}
-
-    async def export_hf(self, path: Path) -> dict[str, Any]:
-        """Write the weights as a Hugging Face folder, whole or absent."""
-
-        def work() -> dict[str, Any]:
-            started = time.monotonic()
-            self._built_trainer().save_hf(path)
-            return {"path": str(path), "seconds": time.monotonic() - started}
-
-        async with self._lock:
-            return await self._on_trainer_thread(work)
-
-    async def weights(self) -> dict[str, Any]:
-        """Digest of the trainer's weights, and the back end that holds them."""
-
-        def work() -> dict[str, Any]:
-            trainer = self._built_trainer()
-            return {"weights_digest": trainer.weights_digest(), "back_end": trainer.back_end()}
-
-        async with self._lock:
-            return await self._on_trainer_thread(work)
-
-    async def compare_checkpoint(self, path: Path) -> dict[str, Any]:
-        """The trainer's state against a checkpoint's; the trainer holds the checkpoint's afterwards."""
-        self._require(CellState.TRAINING)
-
-        def work() -> dict[str, Any]:
-            return asdict(self._built_trainer().compare_checkpoint(path))
-
-        async with self._lock:
-            return await self._on_trainer_thread(work)
+    # -- what is known ---------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """The cell's state as /role and /status answer it; without the engine's key, so that it may be shown."""
-        engine_alive = self._engine is not None and self._engine.running()
-        state = self.status.state if engine_alive or self._engine is None else CellState.DEAD
+        dead = self._engine is not None and not self._engine.running()
+        if isinstance(self._trainer, ParallelTrainer) and self._trainer.broken:
+            dead = True
+        served = self._published if self._engine is not None else None
         return {
             "cell_id": self.status.cell_id,
-            "state": state.value,
+            "kind": self.settings.kind,
+            "state": (CellState.DEAD if dead else self.status.state).value,
             "epoch": self.status.epoch,
             "policy_version": self.policy_version,
-            "published_version": self._published,
+            "served_version": served,
+            "published_version": served,
             "engine_url": self._engine.url if self._engine is not None else None,
             "members_url": self._hub.url if self._hub is not None else None,
+            "step": self.desk.describe() if self.desk is not None else None,
+            "member": self.member.describe() if self.member is not None else None,
+            "pid": os.getpid(),
         }
 
     @property
@@ -324,14 +256,22 @@ class CellHost:
         return self._engine.api_key if self._engine is not None else None
 
     async def stop(self) -> None:
-        """End the engine and the trainer's thread."""
+        """End the engine and the trainer's thread; a satellite hands in what it has."""
+        self.status = CellStatus(cell_id=self.settings.cell_id, state=CellState.DEAD, epoch=self.status.epoch)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
-        if self._hub is not None:
-            await asyncio.to_thread(self._hub.close)
-        if self._trainer is not None:
-            await self._on_trainer_thread(self._trainer.close)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        await self._close_trainer()
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _phase(self, name: str, phases: dict[str, float] | None = None) -> Iterator[None]:
+        kept = self._phases if phases is None else phases
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            kept[name] = kept.get(name, 0.0) + time.monotonic() - started
 
     def _start_engine(self) -> SGLangServer:
         settings = self.settings
@@ -345,6 +285,7 @@ class CellHost:
             log_path=settings.work_dir / "logs" / f"{settings.cell_id}-engine.log",
             policy_version=settings.policy_version,
             remote_weights=settings.transfer.backend != "local",
+            kv_store=settings.kv_store,
         )
         self._engine.start()
         return self._engine
@@ -365,35 +306,3 @@ class CellHost:
         if last_try and transfer.backend == "auto":
             transfer = transfer.model_copy(update={"backend": "local"})
         self._publisher = self._make_publisher(engine, transfer)
-
-    def _build_trainer(self) -> None:
-        settings = self.settings
-        self._trainer = MegatronTrainer(settings.model_path, settings.train, seed=settings.seed)
-        if settings.checkpoint is not None:
-            self._trainer.load_checkpoint(settings.checkpoint)
-        if settings.members is not None:
-            if settings.train.tensor_parallel * settings.train.data_parallel != 1:
-                raise ConfigError("satellites need train.tensor_parallel = 1 and train.data_parallel = 1")
-            hub_settings = HubSettings(
-                **settings.members.model_dump(), work_dir=settings.work_dir / "members", owner=settings.cell_id
-            )
-            self._hub = MemberHub(MegatronReplica(self._trainer), hub_settings)
-            self._hub.start()
-            self._offer_weights()
-
-    def _offer_weights(self) -> None:
-        """Satellites pull what the trainer holds now."""
-        if self._hub is not None:
-            self._hub.publish_weights(self.policy_version)
-
-    def _built_trainer(self) -> MegatronTrainer:
-        if self._trainer is None:
-            raise GyreError(f"{self.status.cell_id} has no trainer yet")
-        return self._trainer
-
-    def _require(self, state: CellState) -> None:
-        if self.status.state is not state:
-            raise ValueError(f"{self.status.cell_id} is {self.status.state}, this needs {state}")
-
-    async def _on_trainer_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

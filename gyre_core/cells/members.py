@@ -54,7 +54,7 @@ class MemberHub:
         self._rates = Rates()
         self._snapshot = open_buffer(settings.channel, flat_bytes(replica.weights()), settings.host)
         self._reader = reader or open_reader(settings.channel, settings.host)
-        self._core = CoreMember(replica, self._reader)
+        self.core = CoreMember(replica, self._reader)
         self._listener = listen(settings.host, settings.port)
         self.url = f"http://{settings.host}:{self._listener.getsockname()[1]}"
         app = create_member_app(self.board, settings.secret)
@@ -107,7 +107,8 @@ class MemberHub:
         Another thread may add groups meanwhile and seal the queue. Raises TrainError when the step is refused: the
         gradients are dropped, weights and version are as before, the groups are the caller's still.
         """
-        account = self._core.run(queue)
+        account = self.core.run(queue)
+        assert account is not None, "nobody pauses it here"
         try:
             result = dict(step(account))
         except BaseException as error:
@@ -119,6 +120,7 @@ class MemberHub:
 
     def close(self) -> None:
         """Stop serving."""
+        self.board.close()
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(10.0)

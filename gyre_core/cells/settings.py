@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
+from pydantic import model_validator
+
+from gyre_core.config.emulation import EmulationConfig
 from gyre_core.config.models import EngineConfig, LaxPath, Section, TrainConfig, TransferConfig
 
 
@@ -34,11 +37,29 @@ class CellSettings(Section):
     seed: int
     work_dir: LaxPath  # logs and staged weights
     engine: EngineConfig | None = EngineConfig()  # None: a trainer alone (replay)
+    kv_store: str | None = None  # address of the run's KvStore (engine/kv_store.py)
     train: TrainConfig = TrainConfig()
     transfer: TransferConfig = TransferConfig()
-    members: MembersSettings | None = None  # satellites may share this trainer's steps
+    members: MembersSettings | None = None  # a core: satellites may share this trainer's steps
+    core_url: str | None = None  # a satellite: where the core's queue is (its `members`, at a port that stays)
+    core_secret: str = ""  # bearer token of that queue
+    core_channel: Literal["local", "mooncake"] = "local"  # of weights and gradients: the core's
+    emulate: EmulationConfig | None = None  # engine and trainer take the time of a cost model
     policy_version: int = 0  # version of the first weights
     checkpoint: LaxPath | None = None  # resume: the trainer starts from it, and publishes it before serving
+
+    @property
+    def kind(self) -> Literal["core", "satellite", "alone"]:
+        """What this cell is to others."""
+        if self.core_url is not None:
+            return "satellite"
+        return "core" if self.members is not None else "alone"
+
+    @model_validator(mode="after")
+    def _check(self) -> "CellSettings":
+        if self.members is not None and self.core_url is not None:
+            raise ValueError(f"{self.cell_id} has members and a core_url: a cell is a core or a satellite")
+        return self
 
 
 def read_cell_settings(path: Path) -> CellSettings:

@@ -7,21 +7,18 @@ elsewhere, or on the same engine when it returns, with prompt + partial output a
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from gyre_core.clock import Clock, SystemClock
 from gyre_core.engine.client import EngineClient
 from gyre_core.engine.router import EngineSlot, Grant, Router, backoff_s
 from gyre_core.errors import EngineError
 from gyre_core.proxy.drains import DrainReport, Drains
+from gyre_core.proxy.parts import Decode, PartialCall, joined
 from gyre_core.proxy.settings import EngineEntry
-from gyre_core.types import FinishReason, Generation, SamplingParams, TokenIds, VersionSpan
+from gyre_core.types import FinishReason, Generation, SamplingParams, TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +30,25 @@ Connect = Callable[[str, str | None], EngineClient]  # url and key -> client
 class Sampler:
     """Runs calls on the router's engines; one for a proxy process."""
 
-    def __init__(self, router: Router, connect: Connect, *, attempts: int, clock: Clock | None = None) -> None:
-        """`connect` makes the client of an engine's url and key; `attempts` bounds tries in a row without a token."""
+    def __init__(
+        self,
+        router: Router,
+        connect: Connect,
+        *,
+        attempts: int,
+        clock: Clock | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        """`connect` makes the client of an engine's url and key; `attempts` bounds tries in a row without a token.
+
+        `decode` gives the text of ids, for stop strings that begin before a move and end after it.
+        """
         self.router = router
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._drains = Drains(router, clock or SystemClock())
+        self._clock = clock or SystemClock()
+        self._drains = Drains(router, self._clock)
+        self._decode = decode
+        self._kv_write_s: dict[str, float] = {}  # by url, of the same ones
         self._connect = connect
         self._clients: dict[tuple[str, str | None], EngineClient] = {}  # by url and key
         self._keys: dict[str, str | None] = {}  # by url, of the engines on the list and of those with calls
@@ -59,7 +70,14 @@ class Sampler:
         but not while `patient()`: then engines are tried without bound. ValueError for a prompt that no engine may
         see. Cancelling aborts the call on its engine.
         """
-        call = _Call(session_id=session_id, call_id=call_id, prompt_ids=prompt_ids, params=params, seed=seed)
+        call = PartialCall(
+            session_id=session_id,
+            call_id=call_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            seed=seed,
+            decode=self._decode,
+        )
         try:
             while True:
                 if call.num_refused:
@@ -89,37 +107,38 @@ class Sampler:
             self._drains.begin(url)
         return await self._drains.wait(url, timeout_s)
 
-    async def _fly(self, call: "_Call", grant: Grant) -> bool:
+    async def _fly(self, call: PartialCall, grant: Grant) -> bool:
         """Go on with a call on one engine. True when it is complete; raises EngineError, counted already."""
         failed: bool | None = None
         moved = given_up = False
         num_tokens = 0
         try:
+            resumed = call.left_url is not None
+            await self._settle(call, grant)
             if self.router.state.moving(grant):  # drained between the grant and now
                 moved = True
                 return False
-            resumed, call.sent = call.sent, True
-            rid = f"{call.session_id}/{call.call_id}/{grant.ticket}.{call.next_try()}"
+            call.left_url, call.settled_s = grant.url, 0.0
+            rid = call.next_rid()
             generation = await self._drains.fly(grant, self._client(grant), call.ids(), call.rest(), rid=rid)
             moved = self.router.state.moving(grant)
-            given_up = generation is None
             if generation is None:
+                given_up = True
                 return False
             num_tokens = len(generation.output_ids)
             if resumed and num_tokens:
                 self.counters["tokens_recomputed"] += max(0, generation.prompt_tokens - generation.cached_tokens)
             # An abort without a token that we did not ask for is an engine that stops working: let it rest.
             failed = not num_tokens and not moved
-            call.add(generation)
-            if failed:
-                call.fruitless += 1
-            if call.complete(generation):
+            complete = call.add(generation)
+            call.fruitless += failed
+            if complete:
                 moved = False
-                return True
-            if generation.finish_reason is FinishReason.ABORT:
+            elif generation.finish_reason is FinishReason.ABORT:
+                call.settled_s = self._clock.monotonic_s() + self._kv_write_s.get(grant.url, 0.0)
                 self.counters["calls_resumed"] += 1
                 logger.info("call %s was interrupted on %s after %d tokens", call.call_id, grant.url, call.num_done)
-            return False
+            return complete
         except EngineError as error:
             failed = True
             self.counters["engine_errors"] += 1
@@ -136,13 +155,20 @@ class Sampler:
             self.router.release(grant, failed=failed)
             self._drains.left(grant, moved=moved, num_tokens=num_tokens, given_up=given_up)
 
-    def _leave(self, call: "_Call") -> None:
+    async def _settle(self, call: PartialCall, grant: Grant) -> None:
+        """Wait, on the slot, until the engine that a call left has written its keys and values for the others."""
+        left_s = call.settled_s - self._clock.monotonic_s()
+        if left_s > 0 and grant.url != call.left_url:
+            await asyncio.sleep(left_s)
+
+    def _leave(self, call: PartialCall) -> None:
         if call.ticket is not None:
             self.router.leave(call.ticket)
 
     async def set_engines(self, engines: Sequence[EngineEntry], version: int) -> None:
         """Replace the engines that take calls, and close the clients of engines that are gone and have no calls."""
         self._keys |= {engine.url: engine.api_key for engine in engines}
+        self._kv_write_s |= {engine.url: engine.kv_write_s for engine in engines}
         self._drains.forget(engine.url for engine in engines)
         self.router.set_engines(
             [
@@ -154,6 +180,7 @@ class Sampler:
         busy = {url for url, engine in self.router.state.engines.items() if engine.busy}
         wanted = busy | {engine.url for engine in engines}
         self._keys = {url: key for url, key in self._keys.items() if url in wanted}
+        self._kv_write_s = {url: seconds for url, seconds in self._kv_write_s.items() if url in wanted}
         for address in self._clients.keys() - self._keys.items():
             if address[0] not in busy:
                 with contextlib.suppress(Exception):
@@ -169,81 +196,3 @@ class Sampler:
         if address not in self._clients:
             self._clients[address] = self._connect(*address)
         return self._clients[address]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Call:
-    """A call over all engines that it meets."""
-
-    session_id: str
-    call_id: str
-    prompt_ids: TokenIds
-    params: SamplingParams
-    seed: int | None
-    parts: list[Generation] = field(default_factory=list)  # what engines sampled of it so far
-    num_done: int = 0  # tokens of all parts
-    fruitless: int = 0  # tries in a row without a token
-    num_refused: int = 0  # answers that no retry mends
-    num_tries: int = 0
-    sent: bool = False  # some engine saw it
-    ticket: int | None = None
-
-    def next_try(self) -> int:
-        self.num_tries += 1
-        return self.num_tries
-
-    def ids(self) -> TokenIds:
-        """The prompt and what was sampled."""
-        if not self.parts:
-            return self.prompt_ids
-        return np.concatenate([self.prompt_ids, *(part.output_ids for part in self.parts)])
-
-    def rest(self) -> SamplingParams:
-        """How to sample what is missing."""
-        return replace(
-            self.params,
-            max_new_tokens=self.params.max_new_tokens - self.num_done,
-            seed=call_seed(self.seed, self.call_id, len(self.parts)),
-        )
-
-    def add(self, part: Generation) -> None:
-        if len(part.output_ids):
-            self.parts.append(part)
-            self.num_done += len(part.output_ids)
-            self.fruitless = 0
-
-    def complete(self, last: Generation) -> bool:
-        """Whether nothing is missing after this part. A call without any token never is."""
-        ended = last.finish_reason is not FinishReason.ABORT or self.num_done >= self.params.max_new_tokens
-        return ended and bool(self.parts)
-
-
-def joined(parts: Sequence[Generation], *, prompt_tokens: int) -> Generation:
-    """Successive parts of one output as one generation; neighbouring spans of one version are joined."""
-    spans: list[VersionSpan] = []
-    offset = 0
-    for part in parts:
-        for span in part.spans:
-            start, end = span.start + offset, span.end + offset
-            if spans and spans[-1].version == span.version and spans[-1].end == start:
-                spans[-1] = replace(spans[-1], end=end)
-            else:
-                spans.append(VersionSpan(version=span.version, start=start, end=end))
-        offset += len(part.output_ids)
-    last = parts[-1].finish_reason
-    return Generation(
-        output_ids=np.concatenate([part.output_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        finish_reason=FinishReason.LENGTH if last is FinishReason.ABORT else last,
-        spans=tuple(spans),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=parts[0].cached_tokens,
-    )
-
-
-def call_seed(seed: int | None, call_id: str, part: int) -> int | None:
-    """A sampling seed that depends on the session's seed, the call and the part only: [0, 2**31)."""
-    if seed is None:
-        return None
-    text = f"{seed}/{call_id.rpartition('-')[2]}/{part}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1

@@ -75,7 +75,11 @@ class Proxy:
         self.renderer.context_length = settings.context_length
         self.router = Router(self.clock)
         self.sampler = Sampler(
-            self.router, connect or self._connect, attempts=settings.engine_attempts, clock=self.clock
+            self.router,
+            connect or self._connect,
+            attempts=settings.engine_attempts,
+            clock=self.clock,
+            decode=self.renderer.decode,
         )
         self.sessions: dict[str, tuple[Session, bytes]] = {}  # with the SHA-256 of the key's token
         self.counters: Counter[str] = Counter()

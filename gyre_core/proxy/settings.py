@@ -101,6 +101,9 @@ class EngineEntry(_Keyed):
     slots: Annotated[int, Field(gt=0)]
     version: Annotated[int, Field(ge=0)] | None = None  # policy version that it serves; None: the update's
     rank: int = 0  # how long it stays: calls that must move prefer the highest
+    # Until an aborted call's keys and values are where other engines find them: calls that leave it wait so long. With
+    # SGLang's write-through to Mooncake 0.2 s never missed, 0 s missed once in two.
+    kv_write_s: Annotated[float, Field(ge=0, le=10)] = 0.0
     api_key: Annotated[str | None, Field(pattern=r"^[!-~]+$", repr=False)] = None  # what calls to it must bring
 
 

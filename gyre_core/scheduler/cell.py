@@ -9,6 +9,12 @@ answer of a cell that was given up is kept from undoing newer decisions.
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from gyre_core.errors import GyreError
+
+
+class StaleEpochError(GyreError, ValueError):
+    """A message of another epoch than the cell's current one: it changes nothing; ask for the status again."""
+
 
 class CellState(StrEnum):
     """What a cell does now."""
@@ -41,12 +47,14 @@ class CellStatus:
     epoch: int  # number of role changes begun
 
     def moved(self, state: CellState) -> "CellStatus":
-        """The status after a legal transition; starting a role change (draining) begins a new epoch.
+        """The status after a legal transition; a role change begins a new epoch, and so does its cancellation.
 
         Raises ValueError for a transition that the state machine does not have.
         """
         if state not in _NEXT[self.state]:
             allowed = ", ".join(sorted(_NEXT[self.state]))
             raise ValueError(f"{self.cell_id} cannot go from {self.state} to {state}; it may go to {allowed}")
-        epoch = self.epoch + 1 if state in {CellState.DRAINING, CellState.RETURNING} else self.epoch
+        cancelled = (self.state, state) == (CellState.DRAINING, CellState.ROLLOUT)
+        begun = state in {CellState.DRAINING, CellState.RETURNING}
+        epoch = self.epoch + 1 if begun or cancelled else self.epoch
         return replace(self, state=state, epoch=epoch)

@@ -85,6 +85,11 @@ class ParallelTrainer:
         """Processes."""
         return self.config.tensor_parallel * self.config.data_parallel
 
+    @property
+    def broken(self) -> str:
+        """Why it cannot be used any more; empty while it can."""
+        return self._broken or ""
+
     def micro_step(self, packed: PackedMicroStep, reference_logprobs: np.ndarray | None = None) -> MicroStepStats:
         """As MegatronTrainer's. With data_parallel the first copy computes it; `micro_steps` uses all copies."""
         return self.micro_steps([packed], None if reference_logprobs is None else [reference_logprobs])[0]

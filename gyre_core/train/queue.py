@@ -60,6 +60,7 @@ class _Session:
     seen_s: float
     lease: Lease | None = None
     leased_s: float = 0.0
+    parked: bool = False
     completed: dict[str, Lease] = field(default_factory=dict)
 
 
@@ -217,6 +218,13 @@ class MicroStepQueue:
         self._steps[micro_step_id].owner_only = True
         self._on_event({"event": "fail", "micro_step": micro_step_id})
 
+    def park(self, session: str) -> None:
+        """The trainer has gone and left its gradient where the owner can read it: silence says nothing from now on."""
+        state = self._live(session)
+        if state.lease is not None:
+            raise ValueError(f"session {session} is computing {state.lease.micro_step_id}: its gradient is not whole")
+        state.parked = True
+
     def take_over(self, session: str) -> tuple[str, ...]:
         """The session's whole gradient was added to the step's: its micro-steps, now final. Ends the session.
 
@@ -283,6 +291,10 @@ class MicroStepQueue:
         """Live sessions in the order in which they joined; `owner` chooses the owner's or the others."""
         return tuple(name for name, state in self._sessions.items() if owner is None or state.owner is owner)
 
+    def trainer_of(self, session: str) -> str:
+        """Whose session it is. Raises CutOffError for a session that has ended."""
+        return self._live(session).trainer
+
     def trainers(self) -> tuple[str, ...]:
         """Who has a live session, sorted."""
         return tuple(sorted({state.trainer for state in self._sessions.values()}))
@@ -316,7 +328,7 @@ class MicroStepQueue:
         self._steps[micro_step_id] = _MicroStep(num_tokens=num_tokens)
 
     def _limit_s(self, state: _Session) -> float:
-        if state.owner:
+        if state.owner or state.parked:
             return math.inf
         return state.lease.deadline_s if state.lease else state.seen_s + self._silence_s
 

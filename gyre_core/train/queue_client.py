@@ -39,21 +39,28 @@ class QueueClient:
     Example: with QueueClient("http://127.0.0.1:8101", secret) as client: client.join("cell-1", ...)
     """
 
-    def __init__(self, url: str, secret: str, *, wait_s: float = 10.0) -> None:
-        """`wait_s`: how long a request waits for news."""
+    def __init__(self, url: str, secret: str, *, wait_s: float = 10.0, answer_s: float = 20.0) -> None:
+        """`wait_s`: how long a request waits for news; `answer_s`: how much longer until the core is taken for gone."""
         self.url = url
         self._wait_s = min(wait_s, MAX_WAIT_S)
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {secret}"},
-            timeout=httpx.Timeout(self._wait_s + 20.0, connect=5.0),
+            timeout=httpx.Timeout(self._wait_s + answer_s, connect=5.0),
             limits=httpx.Limits(keepalive_expiry=2.0),
             trust_env=False,
         )
 
-    def weights(self, policy_version: int, weights: str | None) -> tuple[int, BufferOffer] | None:
+    def weights(
+        self, policy_version: int, weights: str | None, *, trainer: str = "", wait_s: float | None = None
+    ) -> tuple[int, BufferOffer] | None:
         """The snapshot to hold, when it is not this version with this checksum; None when there is no other yet."""
-        body = {"policy_version": policy_version, "weights": weights, "wait_s": self._wait_s}
+        body = {
+            "policy_version": policy_version,
+            "weights": weights,
+            "trainer": trainer,
+            "wait_s": self._wait_s if wait_s is None else wait_s,
+        }
         reply = self._post("weights", body)
         if reply is None:
             return None
@@ -87,6 +94,20 @@ class QueueClient:
     def offer(self, session: str, offer: BufferOffer, micro_steps: Sequence[str]) -> None:
         """The gradient lies ready."""
         self._post("offer", {"session": session, "offer": offer.to_json(), "micro_steps": list(micro_steps)})
+
+    def leave(self, trainer: str) -> None:
+        """This member goes: its waiting requests (also another thread's) end, and it gets no more work."""
+        self._post("leave", {"trainer": trainer})
+
+    def stay_present(self, trainer: str) -> None:
+        """Stand until the connection breaks or the client is closed: by it the core sees that this process lives."""
+        timeout = httpx.Timeout(5.0, read=None)
+        try:
+            with self._http.stream("POST", "/members/presence", json={"trainer": trainer}, timeout=timeout) as reply:
+                for _ in reply.iter_raw():
+                    pass
+        except (httpx.HTTPError, RuntimeError) as error:  # closed by another thread
+            raise CoreUnreachableError(f"the connection to the core at {self.url} broke: {error!r}") from error
 
     def status(self) -> dict[str, Any]:
         """Version and step as the service sees them."""

@@ -4,6 +4,8 @@
     POST /members/join      a session of the running step; waits for one to run
     POST /members/claim     a micro-step, or what to do; waits for either
     POST /members/complete, /members/fail, /members/offer
+    POST /members/leave     no more work for this member: its gradient is taken early
+    POST /members/presence  stands as long as the member's process does; when it breaks the member is cut off
     GET  /members/status
 
 Enters: requests with the bearer secret. Leaves: answers of the step's queue. 204 means: nothing yet, ask again. 409
@@ -17,6 +19,7 @@ import json
 import logging
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -24,6 +27,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gyre_core.errors import GyreError
 from gyre_core.train.queue import CutOffError, Lease
@@ -38,6 +42,7 @@ ARROW = "application/vnd.apache.arrow.stream"
 LEASE_HEADER = "gyre-lease"
 MAX_WAIT_S = 20.0
 _LOOK_S = 0.5  # how often a waiting request looks whether its peer is still there
+_BACK_S = 1.0  # a member whose connection broke has so long to come back: then its process is taken for dead
 
 
 class MemberBoard:
@@ -51,6 +56,9 @@ class MemberBoard:
         self._queue: StepQueue | None = None
         self._weights: tuple[int, BufferOffer] | None = None
         self._listeners: list[Callable[[], None]] = []
+        self._leaving: set[str] = set()
+        self._present: Counter[str] = Counter()
+        self.closed = False
 
     def open_step(self, queue: StepQueue) -> None:
         """Members work off this one from now on."""
@@ -75,6 +83,40 @@ class MemberBoard:
         """Policy version and offer of the newest snapshot."""
         with self._lock:
             return self._weights
+
+    def leave(self, trainer: str) -> None:
+        """The member goes: its waiting requests end, its session gets no more work."""
+        with self._lock:
+            self._leaving.add(trainer)
+            queue = self._queue
+        if queue is not None:
+            queue.leave(trainer)
+        self._tell()
+
+    def asks(self, trainer: str) -> None:
+        """The member is here (again)."""
+        with self._lock:
+            self._leaving.discard(trainer)
+
+    def leaves(self, trainer: str) -> bool:
+        """Whether it has said that it goes, and nothing since."""
+        with self._lock:
+            return trainer in self._leaving
+
+    def gone(self, trainer: str, reason: str) -> tuple[str, ...]:
+        """The member's process has ended; returns the sessions that were lost with it."""
+        queue = self.queue
+        return queue.gone(trainer, reason) if queue is not None and not self.closed else ()
+
+    def present(self, trainer: str, change: int) -> bool:
+        """One connection of the member's process more or less; returns whether one is left."""
+        with self._lock:
+            self._present[trainer] += change
+            return self._present[trainer] > 0
+
+    def close(self) -> None:
+        """The service ends: that connections break now says nothing about the members."""
+        self.closed = True
 
     def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener` after each change, also of the step's queue, until the returned function is called."""
@@ -126,8 +168,12 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
 
     async def weights(body: dict[str, Any], request: Request) -> Response:
         held = (body.get("policy_version"), body.get("weights"))
+        trainer = str(body.get("trainer", ""))
+        board.asks(trainer)
 
         def newer() -> Response | None:
+            if board.leaves(trainer):
+                return Response(status_code=204)
             found = board.weights
             if found is None or (found[0], found[1].checksum) == held:
                 return None
@@ -136,14 +182,17 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
         return await _until(board, request, body, newer) or Response(status_code=204)
 
     async def join(body: dict[str, Any], request: Request) -> Response:
+        trainer = str(body["trainer"])
+        board.asks(trainer)
+
         def joined() -> Response | None:
+            if board.leaves(trainer):
+                return Response(status_code=204)
             queue, current = board.queue, board.weights
             held = (body["policy_version"], body["weights"])
             if queue is None or (queue.over and current is not None and (current[0], current[1].checksum) == held):
                 return None  # between two steps
-            session = queue.join(
-                str(body["trainer"]), policy_version=int(body["policy_version"]), weights=str(body["weights"])
-            )
+            session = queue.join(trainer, policy_version=int(body["policy_version"]), weights=str(body["weights"]))
             return JSONResponse({"session": session, "step": queue.identity.step})
 
         return await _until(board, request, body, joined) or Response(status_code=204)
@@ -174,13 +223,29 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
         _step(board).offer(str(body["session"]), BufferOffer.from_json(body["offer"]), micro_steps)
         return JSONResponse({"ok": True})
 
+    async def leave(body: dict[str, Any], _: Request) -> Response:
+        board.leave(str(body["trainer"]))
+        return JSONResponse({"ok": True})
+
+    async def presence(body: dict[str, Any], _: Request) -> Response:
+        return _Presence(board, str(body["trainer"]))
+
     async def status(_: dict[str, Any], __: Request) -> Response:
         queue, current = board.queue, board.weights
         return JSONResponse(
             {"policy_version": current[0] if current else None, "step": queue.status() if queue is not None else None}
         )
 
-    posts = {"weights": weights, "join": join, "claim": claim, "complete": complete, "fail": fail, "offer": offer}
+    posts = {
+        "weights": weights,
+        "join": join,
+        "claim": claim,
+        "complete": complete,
+        "fail": fail,
+        "offer": offer,
+        "leave": leave,
+        "presence": presence,
+    }
     routes = [Route(f"/members/{name}", verb(action), methods=["POST"]) for name, action in posts.items()]
     return [*routes, Route("/members/status", verb(status))]
 
@@ -188,6 +253,34 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
 def create_member_app(board: MemberBoard, secret: str) -> Starlette:
     """The routes as an application of their own."""
     return Starlette(routes=member_routes(board, secret))
+
+
+class _Presence(Response):
+    """An answer that does not end before the member's connection does."""
+
+    def __init__(self, board: MemberBoard, trainer: str) -> None:
+        super().__init__()
+        self._board, self._trainer = board, trainer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        board, trainer = self._board, self._trainer
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"\n", "more_body": True})
+        board.present(trainer, 1)
+        message = asyncio.ensure_future(receive())  # nothing but the connection's end can come
+        try:
+            while not message.done() and not board.closed:
+                await asyncio.wait([message], timeout=_LOOK_S)
+            if not message.done():
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            message.cancel()
+            if not board.present(trainer, -1):
+                asyncio.get_running_loop().call_later(_BACK_S, self._look)
+
+    def _look(self) -> None:
+        if not self._board.present(self._trainer, 0):
+            self._board.gone(self._trainer, "its process has ended")
 
 
 async def _until(

@@ -19,12 +19,12 @@ from typing import Any, Literal
 
 from gyre_core.clock import Clock, SystemClock
 from gyre_core.errors import TrainError
-from gyre_core.train.packing import pack_branches
 from gyre_core.train.queue import CutOffError, Lease, MicroStepQueue
+from gyre_core.train.queue_account import SumOrder, make_account, queue_status
+from gyre_core.train.queue_bodies import MicroStepBodies
 from gyre_core.train.queue_journal import StepJournal
 from gyre_core.train.queue_rates import Rates, tail_parts
 from gyre_core.train.queue_records import (
-    BranchName,
     Instruction,
     QueueRules,
     StaleStepError,
@@ -33,8 +33,6 @@ from gyre_core.train.queue_records import (
     TakeOver,
     Work,
 )
-from gyre_core.train.stats import combine_stats
-from gyre_core.transfer.branches import branches_from_ipc, branches_to_ipc
 from gyre_core.transfer.gradients import BufferOffer
 from gyre_core.types import TrainingBranch
 
@@ -63,12 +61,13 @@ class StepQueue:
         self._stamp = 0  # counts changes: a poll that changed nothing wakes nobody
         self._looked = 0  # the owner's last look at it
         self._listeners: list[Callable[[], None]] = []
-        self._bodies: dict[str, bytes] = {}
-        self._names: dict[str, tuple[BranchName, ...]] = {}  # micro-step -> its branches
         self._groups: dict[str, list[str]] = {}
         self._stats: dict[str, Mapping[str, float]] = {}
         self._offers: dict[str, BufferOffer] = {}
         self._reading: set[str] = set()
+        self._leaving: set[str] = set()  # get no more work: their gradient is taken before the step's end
+        self._order = SumOrder()
+        self.num_rollouts: int | None = None  # what the step divides by, once it is sealed with it
         self._own: str | None = None
         self._over = ""  # why, once it is
         self._cut_off: list[str] = []
@@ -76,6 +75,7 @@ class StepQueue:
         events: list[dict[str, Any]] = []
         if journal_folder is not None:
             self._journal, events = StepJournal.open(journal_folder, asdict(identity))
+        self._bodies = MicroStepBodies(rules, self._journal)
         names = [event["name"] for event in events if event["event"] == "name"]
         self.name = names[0] if names else f"step-{identity.step}-{secrets.token_hex(4)}"
         self._replaying = bool(events)
@@ -102,12 +102,17 @@ class StepQueue:
         with self._changed:
             return group_id in self._groups
 
+    def group(self, group_id: str) -> tuple[str, ...]:
+        """A known group's micro-steps."""
+        with self._changed:
+            return tuple(self._groups[group_id])
+
     def add_group(self, group_id: str, branches: Sequence[TrainingBranch]) -> tuple[str, ...]:
         """A graded group becomes micro-steps at once; returns their ids. A group without signal has none.
 
         Raises ValueError for a group that is known, for bad branches and for a sealed queue.
         """
-        parts = self._pack(branches, self.rules.micro_step_tokens)  # not under the lock: it takes its time
+        parts = self._bodies.pack(branches, self.rules.micro_step_tokens)  # not under the lock: it takes its time
         with self._change():
             if group_id in self._groups:
                 raise ValueError(f"group {group_id} is in step {self.identity.step} already")
@@ -115,16 +120,24 @@ class StepQueue:
                 raise ValueError(f"step {self.identity.step} is sealed: group {group_id} belongs to another")
             steps = [(f"{group_id}.{index}", tokens) for index, (_, tokens) in enumerate(parts)]
             for (micro_step, _), (part, _) in zip(steps, parts, strict=True):
-                self._keep(micro_step, part)
+                self._bodies.keep(micro_step, part)
             self._record({"event": "group", "group": group_id, "micro_steps": steps})
             self._groups[group_id] = [micro_step for micro_step, _ in steps]
             for micro_step, tokens in steps:
                 self._queue.add(micro_step, tokens)
             return tuple(self._groups[group_id])
 
-    def seal(self) -> None:
-        """No more groups come. The last micro-steps are split, so that members of known rates end together."""
+    def seal(self, num_rollouts: int | None = None) -> None:
+        """No more groups come. The last micro-steps are split, so that members of known rates end together.
+
+        `num_rollouts`, what the step divides by, is kept with the step. Raises ValueError for another than before.
+        """
         with self._change():
+            if num_rollouts is not None and self.num_rollouts is None:
+                self.num_rollouts = num_rollouts
+                self._record({"event": "rollouts", "count": num_rollouts})
+            if num_rollouts is not None and num_rollouts != self.num_rollouts:
+                raise ValueError(f"step {self.identity.step} divides by {self.num_rollouts}, not by {num_rollouts}")
             if self._queue.sealed:
                 return
             members = {self._owner, *self._queue.trainers()}
@@ -152,9 +165,12 @@ class StepQueue:
             self._looked = self._stamp
             if self._own is None:
                 self._own = self._queue.join(self._owner, owner=True)
+            parked = [name for name in self._queue.sessions(owner=False) if self._is_left(name)]
+            if parked:
+                return self._read(parked)
             lease = self._queue.claim(self._own)
             if lease is not None:
-                return Work(lease=lease, body=self._body(lease.micro_step_id))
+                return Work(lease=lease, body=self._bodies.body(lease.micro_step_id))
             if not self._queue.drained:
                 return None
             if self._queue.completed(self._own):
@@ -165,8 +181,7 @@ class StepQueue:
             holding = [name for name in self._queue.sessions(owner=False) if self._queue.completed(name)]
             if any(name not in self._offers for name in holding):
                 return None
-            self._reading.update(holding)
-            return tuple(TakeOver(session=name, offer=self._offers[name]) for name in holding)
+            return self._read(holding)
 
     def taken(self, session: str) -> int:
         """The gradient was read whole: it counts from now on, add it. Returns how many micro-steps are in it.
@@ -176,7 +191,9 @@ class StepQueue:
         with self._change():
             self._reading.discard(session)
             self._offers.pop(session, None)
-            return len(self._queue.take_over(session))
+            micro_steps = self._queue.take_over(session)
+            self._order.added(session, micro_steps)
+            return len(micro_steps)
 
     def lost(self, session: str, reason: str) -> None:
         """The gradient could not be read: what is in it is computed again."""
@@ -211,23 +228,10 @@ class StepQueue:
     def account(self) -> StepAccount:
         """What was trained, proven: each branch of each group exactly once. Raises TrainError unless it is closed."""
         with self._changed:
-            taken = self._queue.taken()
             if not self._queue.closed:
                 raise TrainError(f"step {self.identity.step} is not closed: {self._queue.counts()}")
-            listed = [micro_step for steps in self._groups.values() for micro_step in steps]
-            names = [name for micro_step in listed for name in self._names[micro_step]]
-            if sorted(listed) != sorted(taken) or len(set(names)) != len(names):
-                raise TrainError(f"step {self.identity.step}: a micro-step or branch is not in the gradient once")
-            counts = self._queue.counts()
-            return StepAccount(
-                taken=taken,
-                groups={group: tuple(steps) for group, steps in self._groups.items()},
-                stats=combine_stats([self._stats[micro_step] for micro_step in taken if micro_step in self._stats]),
-                requeued=counts.requeued,
-                failed=counts.failed,
-                cut_off=tuple(self._cut_off),
-                rates=self._queue.rates.all(),
-            )
+            names = self._bodies.names
+            return make_account(self._queue, self._groups, names, self._stats, self._order, self._cut_off)
 
     def wait(self, timeout_s: float) -> None:
         """Return when something changed since `owner_next`, a deadline passed, or after `timeout_s`."""
@@ -257,6 +261,8 @@ class StepQueue:
                     f"step {mine.step} trains version {mine.policy_version} ({mine.weights[:8]}), {trainer} holds "
                     f"{policy_version} ({weights[:8]}): pull the weights"
                 )
+            for former in self._sessions_of(trainer):  # it has one gradient: what it does not offer is gone
+                self._queue.cut_off(former) if self._holds(former) else self._queue.take_over(former)
             return self._queue.join(trainer)
 
     def claim(self, session: str) -> Work | Instruction | None:
@@ -269,15 +275,18 @@ class StepQueue:
                 return "over"
             self._queue.expire()
             if self._queue.ended(session) == "taken":
+                if session in self._leaving:
+                    return "left"
                 return "rejoin" if self._queue.pending() else None
-            if session in self._reading:
-                self._queue.seen(session)
-                return None
             self._queue.seen(session)
+            if session in self._leaving and self._queue.lease_of(session) is None:
+                return self._farewell(session)
+            if session in self._reading:
+                return None
             lease = self._queue.lease_of(session) or self._queue.claim(session)
             if lease is not None:
                 self._offers.pop(session, None)
-                return Work(lease=lease, body=self._body(lease.micro_step_id))
+                return Work(lease=lease, body=self._bodies.body(lease.micro_step_id))
             if self._queue.drained and self._queue.completed(session) and session not in self._offers:
                 return "hand_over"
             return None
@@ -289,6 +298,39 @@ class StepQueue:
                 raise StaleStepError(f"step {self.identity.step} is over: {self._over}")
             self._queue.complete(lease)
             self._stats[lease.micro_step_id] = dict(stats)
+            self._record({"event": "stats", "micro_step": lease.micro_step_id, "stats": dict(stats)})
+            if lease.session == self._own:
+                self._order.computed(lease.session, lease.micro_step_id)
+
+    def leave(self, trainer: str) -> None:
+        """The member goes: no more work for it. What it has done is taken as soon as it lies ready (`offer`)."""
+        with self._change():
+            if self._over:
+                return
+            for session in self._sessions_of(trainer, offered=True):
+                if session not in self._leaving:
+                    self._leaving.add(session)
+                    self._stamp += 1
+                    if session in self._offers:
+                        self._park(session, self._offers[session])
+
+    def gone(self, trainer: str, reason: str) -> tuple[str, ...]:
+        """The member's process has ended: what it computes and what it did not offer is lost; returns its sessions.
+
+        What it offered may still be read whole (shared memory outlives its process): the owner's read will tell.
+        """
+        with self._change():
+            lost = self._sessions_of(trainer)
+            for session in lost:
+                logger.warning("%s is lost: %s", session, reason)
+                self._queue.cut_off(session)
+            return lost
+
+    def wake(self) -> None:
+        """Let the owner look again at once."""
+        with self._changed:
+            self._stamp += 1
+            self._changed.notify_all()
 
     def fail(self, lease: Lease, reason: str) -> None:
         """The member refused the micro-step and dropped its gradient; the owner will try it. Raises CutOffError."""
@@ -307,7 +349,13 @@ class StepQueue:
             if sorted(micro_steps) != sorted(known) or offer.label != session:
                 self._queue.cut_off(session)
                 raise CutOffError(f"{session} offers {len(micro_steps)} micro-steps, the queue knows {len(known)}")
-            if self._queue.drained and session not in self._reading:
+            if session in self._reading:
+                return
+            if session in self._leaving:
+                self._offers[session] = offer
+                self._stamp += 1
+                self._park(session, offer)
+            elif self._queue.drained:
                 self._offers[session] = offer
                 self._stamp += 1
 
@@ -318,31 +366,16 @@ class StepQueue:
         """Why the step is over; empty while it runs."""
         return self._over
 
-    @property
-    def rates(self) -> Rates:
-        """Measured so far: give them to the next step."""
-        return self._queue.rates
-
     def status(self) -> dict[str, Any]:
         """Counts, sessions and rates as plain data."""
         with self._changed:
             return {
                 **asdict(self.identity),
                 "name": self.name,
-                "sealed": self._queue.sealed,
                 "over": self._over,
                 "groups": len(self._groups),
-                **asdict(self._queue.counts()),
-                "sessions": {
-                    session: {
-                        "lease": lease.micro_step_id if (lease := self._queue.lease_of(session)) else None,
-                        "completed": len(self._queue.completed(session)),
-                        "offered": session in self._offers,
-                    }
-                    for session in self._queue.sessions()
-                },
                 "cut_off": list(self._cut_off),
-                "tokens_per_s": {name: round(rate, 1) for name, rate in self._queue.rates.all().items()},
+                **queue_status(self._queue, self._offers),
             }
 
     def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
@@ -357,6 +390,32 @@ class StepQueue:
         return remove
 
     # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _read(self, sessions: list[str]) -> tuple[TakeOver, ...]:
+        self._reading.update(sessions)
+        return tuple(TakeOver(session=name, offer=self._offers[name]) for name in sessions)
+
+    def _is_left(self, session: str) -> bool:
+        return session in self._leaving and session in self._offers and session not in self._reading
+
+    def _holds(self, session: str) -> bool:
+        return bool(self._queue.completed(session)) or self._queue.lease_of(session) is not None
+
+    def _sessions_of(self, trainer: str, *, offered: bool = False) -> tuple[str, ...]:
+        """The member's live sessions; those whose gradient lies ready only if they are asked for."""
+        mine = [name for name in self._queue.sessions(owner=False) if self._queue.trainer_of(name) == trainer]
+        return tuple(name for name in mine if offered or name not in self._offers)
+
+    def _farewell(self, session: str) -> Instruction:
+        if not self._queue.completed(session):
+            self._queue.take_over(session)
+            return "left"
+        return "left" if session in self._offers else "hand_over"
+
+    def _park(self, session: str, offer: BufferOffer) -> None:
+        """Told to the journal, so that an owner that is started anew reads it although the member asks no more."""
+        self._queue.park(session)
+        self._record({"event": "park", "session": session, "offer": offer.to_json()})
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
@@ -397,6 +456,8 @@ class StepQueue:
                     parts = [(name, tokens) for name, tokens in event["parts"]]
                     queue.split(event["micro_step"], parts)
                     self._renamed(event["micro_step"], [name for name, _ in parts])
+                case "rollouts":
+                    self.num_rollouts = event["count"]
                 case "seal":
                     queue.seal()
                 case "join":
@@ -408,68 +469,31 @@ class StepQueue:
                     leases[event["session"]] = lease
                 case "complete":
                     queue.complete(leases[event["session"]], measure=False)
+                case "stats":
+                    self._stats[event["micro_step"]] = event["stats"]
                 case "fail":
                     queue.mark_failed(event["micro_step"])
+                case "park":
+                    queue.park(event["session"])
+                    self._leaving.add(event["session"])
+                    self._offers[event["session"]] = BufferOffer.from_json(event["offer"])
                 case "end" if event["how"] == "cut_off":
                     queue.cut_off(event["session"])
+                case "end" if not queue.completed(event["session"]):
+                    queue.take_over(event["session"])  # it left with nothing
         for micro_step in [name for steps in self._groups.values() for name in steps]:
-            self._names[micro_step] = _names(branches_from_ipc(self._body(micro_step)))
+            self._bodies.restore(micro_step)
         logger.info("step %d goes on from its journal: %s", self.identity.step, queue.counts())
 
-    def _pack(self, branches: Sequence[TrainingBranch], budget: int) -> list[tuple[list[TrainingBranch], int]]:
-        """Branches by micro-step, with the tokens of each."""
-        by_name = {(branch.rollout_id, branch.branch): branch for branch in branches}
-        packed = pack_branches(
-            branches,
-            budget,
-            unit=self.rules.unit,
-            share_prefixes=self.rules.share_prefixes,
-            skip_zero_advantage=not self.rules.zero_advantage_trains,
-        )
-        return [([by_name[(key.rollout_id, key.branch)] for key in part.branches], part.num_tokens) for part in packed]
-
     def _split(self, micro_step: str, budget: int) -> None:
-        branches = branches_from_ipc(self._body(micro_step))
-        parts = self._pack(branches, max(budget, self._largest_unit(branches)))
-        if len(parts) < 2:
-            return
-        assert sorted(self._names[micro_step]) == sorted(name for part, _ in parts for name in _names(part))
-        named = [(f"{micro_step}.{index}", tokens) for index, (_, tokens) in enumerate(parts)]
-        for (name, _), (part, _) in zip(named, parts, strict=True):
-            self._keep(name, part)
-        self._queue.split(micro_step, named)
-        self._renamed(micro_step, [name for name, _ in named])
-
-    def _largest_unit(self, branches: Sequence[TrainingBranch]) -> int:
-        """Tokens of the largest piece that must stay whole."""
-        if self.rules.unit == "branch":
-            return max(len(branch.token_ids) for branch in branches)
-        rollouts: dict[str, list[TrainingBranch]] = {}
-        for branch in branches:
-            rollouts.setdefault(branch.rollout_id, []).append(branch)
-        return max(
-            sum(tokens for _, tokens in self._pack(own, sum(len(branch.token_ids) for branch in own)))
-            for own in rollouts.values()
-        )
+        named = self._bodies.split(micro_step, budget)
+        if named:
+            self._queue.split(micro_step, named)
+            self._renamed(micro_step, [name for name, _ in named])
 
     def _renamed(self, micro_step: str, parts: Sequence[str]) -> None:
         for steps in self._groups.values():
             if micro_step in steps:
                 at = steps.index(micro_step)
                 steps[at : at + 1] = parts
-        self._names.pop(micro_step, None)
-
-    def _keep(self, micro_step: str, branches: Sequence[TrainingBranch]) -> None:
-        body = branches_to_ipc(branches)
-        self._names[micro_step] = _names(branches)
-        if self._journal is not None:
-            self._journal.put(micro_step, body)
-        else:
-            self._bodies[micro_step] = body
-
-    def _body(self, micro_step: str) -> bytes:
-        return self._journal.get(micro_step) if self._journal is not None else self._bodies[micro_step]
-
-
-def _names(branches: Sequence[TrainingBranch]) -> tuple[BranchName, ...]:
-    return tuple((branch.rollout_id, branch.branch) for branch in branches)
+        self._bodies.names.pop(micro_step, None)

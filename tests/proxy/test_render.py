@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre_core.proxy.conversation import Message, ToolCall
+from gyre_core.proxy.parts import call_seed, joined
 from gyre_core.proxy.render import LONG_TEXT, PromptRenderer, check_vocabulary
-from gyre_core.proxy.sampling import call_seed, joined
 from gyre_core.proxy.tokenizer import FastTokenizer
 from gyre_core.types import FinishReason, Generation, VersionSpan
 from tests.support.proxies import call_text

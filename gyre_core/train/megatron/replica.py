@@ -1,12 +1,14 @@
-"""A MegatronTrainer as a member of a step (members.Replica)."""
+"""Trainers as members of a step (members.Replica)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
 
+from gyre_core.errors import TrainError
 from gyre_core.train.megatron.backend import MegatronTrainer
-from gyre_core.train.packing import pack_for_training
+from gyre_core.train.packing import PackedMicroStep, pack_for_training
+from gyre_core.train.parallel import ParallelTrainer
 from gyre_core.train.stats import combine_stats
 from gyre_core.types import TrainingBranch
 
@@ -40,3 +42,46 @@ class MegatronReplica:
     def weights(self) -> list[Tensor]:
         """The model's parameters by name order, in the model's own memory."""
         return [parameter.detach() for _, parameter in sorted(self.trainer.model.named_parameters())]
+
+
+class ParallelReplica:
+    """A trainer of several processes as a core without satellites: its gradient stays in its ranks.
+
+    Example: CoreMember(ParallelReplica(ParallelTrainer(path, TrainConfig(tensor_parallel=2)))).run(queue)
+    """
+
+    def __init__(self, trainer: ParallelTrainer) -> None:
+        self.trainer = trainer
+
+    def compute(self, branches: Sequence[TrainingBranch]) -> Mapping[str, float]:
+        """As MegatronReplica's; with data_parallel the micro-step is dealt out in parts where it can be split."""
+        packed = self._packed(branches)
+        return combine_stats([asdict(stats) for stats in self.trainer.micro_steps(packed)])
+
+    def gradients(self) -> list[Tensor]:
+        """Raises TrainError: nobody else reads or adds to them."""
+        raise TrainError("a trainer of several processes shares its steps with no satellite")
+
+    def add_gradients(self, buffers: Sequence[Tensor], num_micro_steps: int) -> None:
+        """As `gradients`."""
+        raise TrainError("a trainer of several processes shares its steps with no satellite")
+
+    def reset_gradients(self) -> None:
+        """Drop all sums."""
+        self.trainer.reset_gradients()
+
+    def weights(self) -> list[Tensor]:
+        """As `gradients`."""
+        raise TrainError("a trainer of several processes shares its steps with no satellite")
+
+    def _packed(self, branches: Sequence[TrainingBranch]) -> list[PackedMicroStep]:
+        config = self.trainer.config
+        whole = pack_for_training(branches, config)
+        if config.data_parallel == 1 or len(whole) >= config.data_parallel:
+            return whole
+        largest = max(len(branch.token_ids) for branch in branches)
+        budget = max(largest, -(-sum(part.num_tokens for part in whole) // config.data_parallel))
+        try:
+            return pack_for_training(branches, config.model_copy(update={"micro_step_tokens": budget}))
+        except ValueError:  # a rollout that must stay whole is larger
+            return whole
