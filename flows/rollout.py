@@ -100,7 +100,7 @@ class RolloutStream:
 
     def _step(self) -> None:
         stage, group_id, future = self._ended.get()
-        result = future.result() if future is not None else None
+        result: Any = future.result() if future is not None else None
         if stage == "execute":
             self._running -= 1
             self._run.scheduling.estimates.rollout_ended(result.value.spec.rollout_id, time.monotonic())
