@@ -17,6 +17,10 @@ class SetupError(GyreError):
     """The machine lacks something; the message has the command that mends it."""
 
 
+class RunOwnedError(GyreError):
+    """Another process runs this run; one at a time may."""
+
+
 class EngineError(GyreError):
     """An inference engine did not start, answer, or accept weights.
 

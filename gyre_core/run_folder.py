@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_core.config import RunConfig, parse_run_config
-from gyre_core.errors import ConfigError, GyreError
+from gyre_core.errors import ConfigError, RunOwnedError
 
 _RUN_ID = re.compile(r"^[a-z0-9][a-z0-9._-]{0,95}$")
 
@@ -83,14 +83,14 @@ class RunFolder:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Hold the run; raises GyreError when another process does."""
+        """Hold the run; raises RunOwnedError when another process does."""
         descriptor = os.open(self.path / "owner.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 owner = os.read(descriptor, 200).decode(errors="replace").strip()
-                raise GyreError(
+                raise RunOwnedError(
                     f"run {self.run_id} is being run by another process ({owner}); wait for it or stop it first"
                 ) from None
             os.ftruncate(descriptor, 0)

@@ -11,6 +11,7 @@ from typing import Any
 from gyre_core.store import StepRecord
 from gyre_core.train.accounting import flops_per_s, phase_shares
 from gyre_core.types import Outcome
+from tasks.alerts import warn_of_evaluations, warn_of_outcomes
 from tasks.context import RunContext
 from tasks.pages import show_rollouts
 from tasks.trajectories import CompleteGroup
@@ -57,6 +58,7 @@ def report_evaluation(run: RunContext, tag: str, policy_version: int, groups: Se
     run.metrics.write(policy_version, {"heldout/reward_mean": float("nan") if result.reward is None else result.reward})
     shown = f"{result.reward:.3f}" if result.reward is not None else "none (no included rollout)"
     run.progress.note(f"held-out reward {tag}: {shown} at version {policy_version} over {len(groups)} problems")
+    warn_of_evaluations(run.folder.run_id, run.store)
     _outcome_row(run, f"held-out {tag}", outcomes, [group for group in groups])
     _pictures(run)
     return result
@@ -106,6 +108,7 @@ def report_step(run: RunContext, record: StepRecord) -> None:
     _outcome_row(
         run, f"step {record.step + 1}", record.outcomes, [], {**record.rollouts_dropped, **record.groups_dropped}
     )
+    warn_of_outcomes(run.folder.run_id, record)
     report_totals(run)
     show_rollouts(run, record)
 

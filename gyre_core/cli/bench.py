@@ -130,3 +130,34 @@ def bench_tree_train_command(
 
     result = bench_tree_train(QUICK if quick else FULL, seed=seed, threads=threads, report=_report)
     print_text(result, "\n".join(tree_train_lines(result)), as_json)
+
+
+@bench_app.command(name="elastic")
+def bench_elastic_command(
+    preset: Annotated[
+        list[str] | None, typer.Option("--preset", help="of gyre simulate (repeatable); default: the published cases")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="repeatable; default: all")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="few groups and steps: minutes a policy")] = False,
+    groups: Annotated[int | None, typer.Option(help="groups of a batch that are emulated")] = None,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps of each run")] = None,
+    control_share: Annotated[
+        float | None, typer.Option(help="share of a step that the control plane itself may take")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the rollouts")] = 0,
+    folder: Annotated[Path | None, typer.Option(help="keep the runs here; default: a temporary folder")] = None,
+    soak: Annotated[float | None, typer.Option(help="minutes: one run, with memory and file growth instead")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Emulated cells under the real control plane: every policy on the same work, beside the lower bound."""
+    from gyre_core.bench.elastic import CASES, bench_elastic, effort_of, elastic_lines
+    from gyre_core.bench.elastic_soak import bench_soak, soak_lines
+
+    effort = effort_of(quick=quick, groups=groups, steps=steps, control_share=control_share, policies=policy)
+    names = preset or list(CASES)
+    if soak is not None:
+        grown = bench_soak(names[0], effort, minutes=soak, seed=seed, folder=folder, report=_report)
+        print_text(grown, "\n".join(soak_lines(grown)), as_json)
+        return
+    result = bench_elastic(names, effort, seed=seed, folder=folder, report=_report)
+    print_text(result, "\n".join(elastic_lines(result)), as_json)

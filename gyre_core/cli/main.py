@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from gyre_core.cli import deploy as deployment
 from gyre_core.cli import simulate as simulation
+from gyre_core.cli import up as team
 from gyre_core.cli.bench import bench_app
 from gyre_core.cli.options import (
     ConfigArgument,
@@ -34,6 +36,8 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(store_app, name="store")
 simulation.register(app)
+deployment.register(app)
+team.register(app)
 problems_app = typer.Typer(
     help="Problems: check what a run would train on, convert other layouts.", no_args_is_help=True
 )

@@ -8,20 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gyre_core.config import RunConfig, load_run_config, parse_run_config
+from gyre_core.config import RunConfig, load_run_config
 from gyre_core.errors import ConfigError
-from gyre_core.run_folder import RunFolder, list_runs
-
-# What may change when a run is continued: how long it goes on and what it may use, never what it learns from.
-_RESUMABLE_KEYS = (
-    "train.steps",
-    "rollout.slots",
-    "evaluate.",
-    "prefect.",
-    "engine.",
-    "store.min_free_bytes",
-    "grading.keep_",
-)
+from gyre_core.resume import resumed_config
+from gyre_core.run_folder import RunFolder
 
 
 def run_training(
@@ -36,7 +26,7 @@ def run_training(
     """Run or continue a training, within a time box when one is given; returns the summary."""
     config = load_run_config(config_path, overrides)
     if resume:
-        run_id, config = _resumed(config, run_id, overrides)
+        run_id, config = resumed_config(config, run_id, overrides)
     else:
         run_id = run_id or time.strftime(f"{config.name}-%Y%m%d-%H%M%S")
 
@@ -78,25 +68,6 @@ def newest_checkpoint(folder: RunFolder) -> Path:
     if not found:
         raise ConfigError(f"run {folder.run_id} has no checkpoint yet")
     return found[-1]
-
-
-def _resumed(config: RunConfig, run_id: str | None, overrides: Sequence[str]) -> tuple[str, RunConfig]:
-    """The run to continue, with the configuration it was started with."""
-    if run_id is None:
-        known = list_runs(config.runs_dir, config.name)
-        if not known:
-            raise ConfigError(f"no run of {config.name!r} in {config.runs_dir} to resume; start one without --resume")
-        run_id = known[-1]
-    overrides = [override for override in overrides if not override.strip().startswith("runs_dir")]  # found it already
-    for override in overrides:
-        if not override.strip().startswith(_RESUMABLE_KEYS):
-            raise ConfigError(
-                f"--set {override} would change what run {run_id} learns from; on --resume only "
-                f"{', '.join(key.rstrip('.') for key in _RESUMABLE_KEYS)} may change. Start a new run instead"
-            )
-    folder = RunFolder.open(config.runs_dir, run_id)
-    stored = folder.config().model_dump(mode="json")
-    return run_id, parse_run_config(stored, base_dir=folder.path, source=str(folder.path), overrides=overrides)
 
 
 def _in_prefect(config: RunConfig, call: Callable[[], dict[str, Any]], *, quiet: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ there. An emulated run does the same work in wall seconds: the cluster's divided
 tokens: whoever makes the section decides how many of the cluster's tokens one of them stands for.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -97,3 +98,8 @@ class EmulationConfig(_Section):
     def wall_s(self, seconds: float) -> float:
         """The cluster's seconds as wall seconds."""
         return seconds / self.compression
+
+
+def account_path(work_dir: Path, cell_id: str) -> Path:
+    """Where an emulated cell writes what it did."""
+    return work_dir / "emulated" / f"{cell_id}.json"

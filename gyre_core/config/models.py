@@ -336,11 +336,6 @@ class RunConfig(Section):
                 f"rollout.max_new_tokens ({rollout.max_new_tokens}) leaves no room for a prompt in "
                 f"model.context_length ({self.model.context_length}); lower rollout.max_new_tokens"
             )
-        if self.train.tensor_parallel * self.train.data_parallel > 1:
-            raise ValueError(
-                "train.tensor_parallel and train.data_parallel must be 1 in a run: a cell host trains in one process "
-                "so far; gyre_core.train.parallel.open_trainer and `gyre bench parity` use several"
-            )
         if self.train.micro_step_tokens < self.model.context_length:
             raise ValueError(
                 f"train.micro_step_tokens ({self.train.micro_step_tokens}) is below model.context_length "

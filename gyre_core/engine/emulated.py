@@ -33,7 +33,7 @@ class _Call:
 
 
 class DecodingState:
-    """The calls of one engine: slots, prefill, decoding at 1 / tau(b) tokens a second each.
+    """The calls of one engine: slots, prompts one after the other, decoding at 1 / tau(b) tokens a second each.
 
     Example: state = DecodingState(costs, slots=2); state.start("a", 10, prefill_s=0.0, now_s=0.0); state.next_s()
     """
@@ -46,6 +46,7 @@ class DecodingState:
         self._prefills: list[tuple[float, str]] = []  # (end, rid)
         self._ends: list[tuple[float, str]] = []  # (work, rid)
         self._done: list[str] = []  # not told yet
+        self._prefilled_s = 0.0  # when all prompts so far are computed or loaded: one after the other
         self._work = 0.0  # decoding steps done
         self._now_s = 0.0
         self._running = 0  # prefilling or decoding
@@ -121,7 +122,8 @@ class DecodingState:
             call = self._calls[rid]
             call.state = "prefill"
             self._running += 1
-            heapq.heappush(self._prefills, (self._now_s + call.prefill_s, rid))
+            self._prefilled_s = max(self._now_s, self._prefilled_s) + call.prefill_s
+            heapq.heappush(self._prefills, (self._prefilled_s, rid))
         while self._prefill_end_s() <= self._now_s + _EPSILON:
             _, rid = heapq.heappop(self._prefills)
             call = self._calls[rid]

@@ -99,10 +99,6 @@ def whole_engines(updates: Iterable[EnginesUpdate]) -> list[EngineEntry]:
     return list(whole.values())
 
 
-def _is_part(after: EnginesUpdate, before: EnginesUpdate) -> bool:
-    return set(after.engines) <= set(before.engines)
-
-
 class Shards:
     """What the pools of one run share. Safe in threads.
 
@@ -211,16 +207,15 @@ class Shards:
         """
         if self._updates is None:
             return []
-        old = self._updates
-        updates = [
+        rest = updates = [
             update.model_copy(update={"engines": tuple(engine for engine in update.engines if engine.url != url)})
-            for update in old
+            for update in self._updates
         ]
         if any(update.engines for update in updates) and not all(update.engines for update in updates):
             with contextlib.suppress(ValueError):  # fewer slots than processes: some wait until engines come back
-                updates = split_engines(whole_engines(updates), old[0].policy_version, len(updates))
+                updates = split_engines(whole_engines(rest), rest[0].policy_version, len(rest))
         self.record_engines(updates)
-        return [i for i, (before, after) in enumerate(zip(old, updates, strict=True)) if not _is_part(after, before)]
+        return [i for i, (kept, new) in enumerate(zip(rest, updates, strict=True)) if kept != new]
 
     def engines_of(self, index: int) -> EnginesUpdate | None:
         """What a process is to know, None before the first update; call it while `telling`."""

@@ -52,7 +52,6 @@ def test_load_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
         ("train.micro_step_tokens=100", "train.micro_step_tokens (100) is below model.context_length (16384)"),
         ("engine.max_total_tokens=100", "engine.max_total_tokens (100) is below"),
         ("rollout.time_limit_s=8000", "rollout.overall_limit_s (7200) must exceed rollout.time_limit_s (8000)"),
-        ("train.tensor_parallel=2", "train.tensor_parallel and train.data_parallel must be 1 in a run"),
         ("train.context_parallel=2", "train.context_parallel must be 1: tree packing needs all ancestors"),
         ("train.clip_high=0.0", "train.clip_high: Input should be greater than 0"),
         ("proxy.processes=0", "proxy.processes: Input should be greater than or equal to 1"),
@@ -80,6 +79,13 @@ def test_load_missing_file_names_it(tmp_path: Path) -> None:
 def test_load_broken_toml_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.toml is not valid TOML"):
         load_run_config(write_config(tmp_path, "name = "))
+
+
+def test_load_split_trainer_is_for_one_cell(tmp_path: Path) -> None:
+    path = write_config(tmp_path, MINIMAL)
+    assert load_run_config(path, ["train.tensor_parallel=2"]).train.tensor_parallel == 2
+    with pytest.raises(ConfigError, match=r"several cells .* train on one step only with train\.tensor_parallel = 1"):
+        load_run_config(path, ["train.tensor_parallel=2", "scheduler.cells=2"])
 
 
 def test_load_several_errors_are_all_listed(tmp_path: Path) -> None:

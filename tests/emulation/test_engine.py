@@ -42,6 +42,24 @@ def test_decoding_together_slows_both_until_one_ends():
     assert state.busy_s == pytest.approx(4.0 + 6.0)
 
 
+def test_prompts_are_computed_one_after_the_other():
+    state = DecodingState(COSTS, slots=4)
+    state.start("a", 1, prefill_s=2.0, now_s=0.0)
+    state.start("b", 1, prefill_s=3.0, now_s=0.0)
+    assert state.finished(3.5) == ["a"]  # 2 + tau(1)
+    assert state.next_s() == pytest.approx(5.0)
+    assert state.finished(6.5) == ["b"]
+
+
+def test_decoding_long_contexts_slow_it_down():
+    state = DecodingState(COSTS.model_copy(update={"gamma_s": 0.01}), slots=4)
+    state.start("a", 2, prefill_s=0.0, now_s=0.0, context_tokens=100)
+    state.start("b", 3, prefill_s=0.0, now_s=0.0, context_tokens=50)
+    assert state.next_s() == pytest.approx(2 * (2.0 + 1.5))
+    assert state.finished(7.0) == ["a"]
+    assert state.next_s() == pytest.approx(7.0 + 1.5 + 0.5)
+
+
 def test_decoding_beyond_the_slots_waits_in_order():
     state = DecodingState(COSTS, slots=1)
     for rid in ("a", "b", "c"):

@@ -1,0 +1,132 @@
+"""`gyre bench elastic --soak MINUTES`: one emulated run that goes on for so long, and what grew meanwhile.
+
+Leaves: at equal intervals the resident memory of each kind of process, the bytes of the run's folders and of Prefect's
+database, and the steps so far; and of each the growth an hour, fitted over the second half, when caches are full.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gyre_core.bench.elastic import PROBLEMS, Effort, source_of_emulation
+from gyre_core.bench.elastic_run import ProcessWatch, run_config, to_toml, write_inputs
+from gyre_core.bench.elastic_scale import scale
+from gyre_core.errors import GyreError
+from gyre_core.process import ChildProcess, log_tail, python_command
+from gyre_core.sim.presets import PRESETS
+from gyre_core.sim.world import simulate
+
+_SAMPLES = 60
+_STEP_S = 20.0  # wall seconds of a step, roughly: the clock is compressed for it
+_STEPS = 100_000  # more than the time allows
+_FOLDERS = ("store", "journal", "work", "logs", "checkpoints", "emulated", "metrics.jsonl")
+
+
+def bench_soak(
+    preset: str,
+    effort: Effort,
+    *,
+    minutes: float,
+    seed: int = 0,
+    folder: Path | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Run the preset under the effort's first policy; raises GyreError when the run ends by itself."""
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="gyre-soak-") as name:
+            return bench_soak(preset, effort, minutes=minutes, seed=seed, folder=Path(name), report=report)
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: use {', '.join(PRESETS)}")
+    policy = effort.policies[0]
+    scaled = scale(PRESETS[preset].scenario, groups=effort.groups, steps=8, compression=1.0, seed=seed)
+    hours = simulate(scaled.scenario, policy, source=source_of_emulation(scaled)).hours
+    folder.mkdir(parents=True, exist_ok=True)
+    write_inputs(folder, problems=PROBLEMS)
+    compression = hours * 3600 / 8 / _STEP_S
+    config = run_config(
+        folder, scaled, name="soak", policy=policy, train_cells=1, steps=_STEPS, compression=compression
+    )
+    path, log = folder / "soak.toml", folder / "soak.log"
+    path.write_text(to_toml(config))
+    child = ChildProcess(
+        "soak",
+        python_command("gyre_core.cli", "train", str(path), "--run", "soak", "--quiet"),
+        log_path=log,
+        env={"PREFECT_API_URL": ""},
+    )
+    samples = []
+    started = time.monotonic()
+    try:
+        watch = ProcessWatch(child.pid)
+        while (elapsed_s := time.monotonic() - started) < minutes * 60:
+            time.sleep(max(1.0, minutes * 60 / _SAMPLES))
+            if not child.running():
+                raise GyreError(f"the run ended by itself; its log {log} ends with:\n{log_tail(log)}")
+            samples.append({"at_s": elapsed_s, **_sample(folder / "runs", watch)})
+            report(" ".join(f"{name}={value:g}" for name, value in samples[-1].items()))
+    finally:
+        child.stop(grace_s=30.0)
+    return {
+        "preset": preset,
+        "policy": policy,
+        "minutes": minutes,
+        "compression": round(compression, 1),
+        "growth_per_hour": growth(samples),
+        "cpu_s": watch.cpu_s(),
+        "last": samples[-1],
+        "samples": samples,
+    }
+
+
+def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Slope of each value an hour over the second half of the samples.
+
+    Example: growth([{"at_s": 0.0, "x": 1.0}, {"at_s": 3600.0, "x": 3.0}])["x"] == 2.0
+    """
+    half = samples[len(samples) // 2 :] if len(samples) >= 4 else samples
+    hours = np.array([sample["at_s"] for sample in half]) / 3600
+    names = [name for name in half[-1] if name != "at_s"]
+    if len(half) < 2:
+        return dict.fromkeys(names, 0.0)
+    return {
+        name: round(float(np.polyfit(hours, [sample.get(name, 0.0) for sample in half], 1)[0]), 2) for name in names
+    }
+
+
+def soak_lines(result: Mapping[str, Any]) -> list[str]:
+    """The result for people."""
+    lines = [
+        f"{result['preset']}, {result['policy']}, {result['minutes']:g} minutes, clock x {result['compression']:g}"
+    ]
+    lines.append(f"{'':28s} {'last':>12s} {'growth an hour':>16s}")
+    for name, slope in result["growth_per_hour"].items():
+        lines.append(f"{name:28s} {result['last'].get(name, 0.0):12.2f} {slope:16.2f}")
+    return lines
+
+
+def _sample(runs: Path, watch: ProcessWatch) -> dict[str, float]:
+    run = runs / "soak"
+    values = {f"{kind} MB": round(size, 1) for kind, size in sorted(watch.sample().items())}
+    for name in _FOLDERS:
+        values[f"{name} MB"] = round(_size(run / name) / 1e6, 3)
+    values["prefect database MB"] = round(_size(runs / "prefect") / 1e6, 3)
+    steps = run / "checkpoints"
+    versions = [int(path.name.rpartition("-")[2]) for path in steps.glob("version-*")] if steps.is_dir() else []
+    values["steps"] = float(max(versions, default=0))
+    return values
+
+
+def _size(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    total = 0
+    for entry in path.rglob("*"):
+        try:
+            total += entry.lstat().st_size
+        except OSError:  # gone meanwhile
+            continue
+    return total
