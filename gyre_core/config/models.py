@@ -235,8 +235,8 @@ class SchedulerConfig(Section):
     def _check(self) -> "SchedulerConfig":
         if self.policy.startswith("async") and self.train_cells >= self.cells:
             raise ValueError(
-                f'scheduler.policy = "{self.policy}" needs cells that serve: scheduler.train_cells ({self.train_cells}) '
-                f"must be below scheduler.cells ({self.cells})"
+                f'scheduler.policy = "{self.policy}" needs cells that serve: scheduler.train_cells '
+                f"({self.train_cells}) must be below scheduler.cells ({self.cells})"
             )
         return self
 
@@ -348,8 +348,8 @@ class RunConfig(Section):
             )
         if self.scheduler.cells > rollout.slots:
             raise ValueError(
-                f"scheduler.cells ({self.scheduler.cells}) exceeds rollout.slots ({rollout.slots}): each cell needs a slot "
-                "of its own to serve a rollout; lower the one or raise the other"
+                f"scheduler.cells ({self.scheduler.cells}) exceeds rollout.slots ({rollout.slots}): each cell needs a "
+                "slot of its own to serve a rollout; lower the one or raise the other"
             )
         if self.scheduler.cells > 1 and self.train.tensor_parallel * self.train.data_parallel > 1:
             raise ValueError(

@@ -5,7 +5,6 @@ Enters: a stored step. Leaves: one sentence for each difference; none means that
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,7 +71,7 @@ def check_step(step: StoredStep) -> CheckReport:
         ("rollouts that are left out", dict(record.rollouts_dropped), left_out),
         ("outcomes", dict(record.outcomes), dict(outcomes)),
         ("included rollouts (the denominator)", record.denominators.get("rollouts"), included),
-        ("micro-steps", _trained_branches(step), _micro_steps(step)),
+        ("micro-steps", list(record.micro_steps), _micro_steps(step)),
     ):
         if again is not None and stored != again:
             found.append(f"{what}: the step says {_short(stored)}, its trees give {_short(again)}")
@@ -112,14 +111,8 @@ def _compare_branches(group: StoredGroup, built: GroupBranches) -> list[str]:
     return found
 
 
-def _trained_branches(step: StoredStep) -> list[tuple[tuple[str, int], ...]]:
-    """The step's micro-steps; where a queue cut them by who trained (an account says so), their branches one by one."""
-    micro_steps = list(step.record.micro_steps)
-    return _one_by_one(micro_steps) if "account" in step.record.extra else micro_steps
-
-
 def _micro_steps(step: StoredStep) -> list[tuple[tuple[str, int], ...]] | None:
-    """The micro-steps that packing gives, or their branches; None without the settings it was done with."""
+    """The micro-steps that packing gives; None without the settings it was done with."""
     if step.section is None:
         return None
     train = step.section.train
@@ -128,11 +121,7 @@ def _micro_steps(step: StoredStep) -> list[tuple[tuple[str, int], ...]] | None:
         if group.group_id in step.record.groups_trained:
             for part in pack_for_training(group.branches, train):
                 packed.append(tuple((key.rollout_id, key.branch) for key in part.branches))
-    return _one_by_one(packed) if "account" in step.record.extra else packed
-
-
-def _one_by_one(micro_steps: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[tuple[str, int], ...]]:
-    return sorted((branch,) for part in micro_steps for branch in part)
+    return packed
 
 
 def _short(value: object) -> str:
