@@ -139,7 +139,7 @@ class CellFleet:
             raise EngineError(self._failed)
 
     def views(self) -> tuple[CellView, ...]:
-        """The cells in their order, as a policy sees them."""
+        """The cells in their order, as a policy sees them; `moved_s` on the fleet's monotonic clock."""
         residents = self._board.residents()
         views = []
         for cell in self._cells:
@@ -152,6 +152,7 @@ class CellFleet:
                         state=record.state,
                         slots=record.slots,
                         residents=residents.get(url, 0),
+                        moved_s=record.moved_s,
                     )
                 )
         return tuple(views)
@@ -269,8 +270,10 @@ class CellFleet:
             while True:
                 version = self._newest_version()
                 core_generation = self.core_generation
-                if cell.record.served_version != version:
-                    self._load(cell, generation, version)
+                # A satellite's own weights are the model folder's, whatever their version is called: the host compares.
+                wanted = cell.index > 0 or cell.record.served_version != version
+                if wanted and not self._load(cell, generation, version):
+                    continue
                 with self._target_lock:
                     if version >= self._target and core_generation == self.core_generation:
                         cell.record.set(generation, state=CellState.ROLLOUT)
@@ -279,21 +282,23 @@ class CellFleet:
         finally:
             cell.brought_in(generation)
 
-    def _load(self, cell: ManagedCell, generation: int, version: int) -> None:
+    def _load(self, cell: ManagedCell, generation: int, version: int) -> bool:
+        """These weights into its engine; False when the core has others by now."""
         for attempt in range(1, _LOAD_ATTEMPTS + 1):
             core_generation = self.core_generation
             try:
                 self._moves.load(cell, generation, version)
-                return
+                return True
             except CellLostError:
                 raise
             except GyreError as error:
                 if core_generation != self.core_generation or self._newest_version() != version:
-                    return  # it is not this cell's fault: the caller looks at the core again
+                    return False
                 if attempt == _LOAD_ATTEMPTS:
                     raise
                 logger.warning("%s, try %d to load version %d: %s", cell.cell_id, attempt, version, error)
                 self._stopping.wait(_WAIT_S)
+        raise AssertionError("the last try returns or raises")
 
     def _entries(self) -> list[EngineEntry]:
         """The proxies' list. Calls that have to move prefer cells that stay long, and those with the newest weights."""

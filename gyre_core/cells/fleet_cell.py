@@ -106,7 +106,7 @@ class ManagedCell:
         Ends when the process answers or is given up: a host that hangs is killed by the watching thread. Raises
         CellLostError, or the GyreError that the host reports.
         """
-        with self._asking():
+        with self.engaged():
             while True:
                 client = self.client(generation)
                 try:
@@ -126,6 +126,20 @@ class ManagedCell:
         self.client()
         with self._looking() as client:
             return verb(client)
+
+    @contextlib.contextmanager
+    def engaged(self) -> Iterator[None]:
+        """Something of ours is going on with it: heartbeats do not say meanwhile what state it is in."""
+        with self.record.lock:
+            self.record.verbs += 1
+            self.record.busy += 1
+            generation = self.record.generation
+        try:
+            yield
+        finally:
+            with self.record.lock:
+                if generation == self.record.generation:
+                    self.record.busy -= 1
 
     def condemn(self, generation: int, reason: str) -> None:
         """Give this process up: the watching thread kills it and starts another."""
@@ -188,6 +202,7 @@ class ManagedCell:
             self._thread.join()
         if self._process is not None and self._process is not process:
             self._process.stop(grace_s=_STOP_GRACE_S)
+        self._process = None
         with self.record.lock:
             client, self._client = self._client, None
         if client is not None:
@@ -202,19 +217,6 @@ class ManagedCell:
         """A client whose requests end soon."""
         with CellClient(self._url, self._secret, timeout_s=self._rule.look_timeout_s) as client:
             yield client
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        with self.record.lock:
-            self.record.verbs += 1
-            self.record.busy += 1
-            generation = self.record.generation
-        try:
-            yield
-        finally:
-            with self.record.lock:
-                if generation == self.record.generation:
-                    self.record.busy -= 1
 
     def _watch(self) -> None:
         while (reason := self._life()) is not None:

@@ -18,12 +18,13 @@ from gyre_core.cells.fleet_cell import ManagedCell, status_of
 from gyre_core.cells.fleet_proxies import Drained, EngineBoard
 from gyre_core.cells.fleet_records import CellLostError, CellRefresh, MoveReport
 from gyre_core.clock import Clock
-from gyre_core.errors import GyreError
+from gyre_core.errors import GyreError, ProxyError
 from gyre_core.scheduler.cell import CellState
 from gyre_core.scheduler.policy import Move
 
 logger = logging.getLogger(__name__)
 
+_DRAIN_ATTEMPTS = 3  # each waits for a proxy that is being started again (ProxyPool)
 DRAIN_S = 60.0  # an abort returns in 7-36 ms; an engine that has not let go of its calls by then is not well
 
 
@@ -59,22 +60,26 @@ class CellMoves:
             failed = f"{cell.cell_id} is {cell.record.state}, not {expected}"
         else:
             try:
-                if move.to == "train":
-                    failed = self._leave(cell, generation, course)
-                else:
-                    self._return(cell, generation, course)
-                epoch = cell.record.epoch
+                with cell.engaged():
+                    if move.to == "train":
+                        failed = self._leave(cell, generation, course)
+                    else:
+                        self._return(cell, generation, course)
+                    epoch = cell.record.epoch
             except CellLostError as error:
                 failed = cell.reason if generation != cell.generation else str(error)
             except GyreError as error:
                 failed = str(error)
                 self._mend(cell, generation, move, failed)
+        ended_s = self._clock.monotonic_s()
+        if not failed:
+            cell.record.moved_s = ended_s
         return MoveReport(
             cell_id=cell.cell_id,
             to=move.to,
             reason=move.reason,
             epoch=epoch,
-            seconds=self._clock.monotonic_s() - started_s,
+            seconds=ended_s - started_s,
             phases=course.phases,
             calls_moved=course.moved,
             partial_tokens=course.partial_tokens,
@@ -87,20 +92,26 @@ class CellMoves:
         started_s = self._clock.monotonic_s()
         generation, course, failed = cell.generation, _Course(phases={}), ""
         report: dict[str, Any] = {}
+        serves = True
         try:
-            cell.record.set(generation, held_back=True)
-            with self._phase(course, "calls"):
-                self._empty(cell, course)
-            with self._phase(course, "load"):
-                report = self.load(cell, generation, policy_version)
-            with self._phase(course, "open"):
-                cell.record.set(generation, held_back=False)
-                self._board.tell()
+            with cell.engaged():
+                cell.record.set(generation, held_back=True)
+                with self._phase(course, "calls"):
+                    self._empty(cell, course)
+                with self._phase(course, "load"):
+                    report = self.load(cell, generation, policy_version)
         except CellLostError:
             failed = cell.reason
         except GyreError as error:
             failed = str(error)
-            cell.condemn(generation, f"it did not take version {policy_version}: {failed}")
+            # Not its fault when the proxies do not answer, or the core has other weights by now.
+            if not isinstance(error, ProxyError) and self._newest_version() == policy_version:
+                cell.condemn(generation, f"it did not take version {policy_version}: {failed}")
+                serves = False
+        if serves:
+            with contextlib.suppress(CellLostError), self._phase(course, "open"):
+                cell.record.set(generation, held_back=False)
+                self._board.tell()
         return CellRefresh(
             seconds=self._clock.monotonic_s() - started_s,
             phases=course.phases,
@@ -137,15 +148,28 @@ class CellMoves:
     def _return(self, cell: ManagedCell, generation: int, course: _Course) -> None:
         record = cell.record
         record.set(generation, state=CellState.RETURNING)
-        version = self._newest_version()
         with self._phase(course, "return"):
-            self._role(cell, generation, "rollout", course, version=version, state=CellState.RETURNING)
+            version = self._ask_back(cell, generation, course)
         if record.served_version != version:
             with self._phase(course, "load"):
                 self.load(cell, generation, version)
         with self._phase(course, "open"):
             record.set(generation, state=CellState.ROLLOUT)
             self._board.tell()
+
+    def _ask_back(self, cell: ManagedCell, generation: int, course: _Course) -> int:
+        """Back to rollout with the newest weights; returns their version."""
+        while True:
+            version = self._newest_version()
+            try:
+                self._role(cell, generation, "rollout", course, version=version, state=CellState.RETURNING)
+                return version
+            except CellLostError:
+                raise
+            except GyreError as error:
+                if self._newest_version() == version:
+                    raise
+                logger.info("%s asks again, the core has stepped meanwhile: %s", cell.cell_id, error)
 
     def _role(
         self,
@@ -171,7 +195,16 @@ class CellMoves:
         """No call is left on the cell's engine; raises GyreError when some do not go."""
         engine = cell.record.engine
         assert engine is not None, "a cell in rollout has an engine"
-        drained = self._board.drain(engine[0], timeout_s=self._drain_s)
+        attempts = _DRAIN_ATTEMPTS
+        while True:
+            try:
+                drained = self._board.drain(engine[0], timeout_s=self._drain_s)
+                break
+            except ProxyError as error:
+                attempts -= 1
+                if not attempts:
+                    raise
+                logger.warning("calls of %s do not leave yet: %s", cell.cell_id, error)
         course.count(drained)
         if drained.left:
             raise GyreError(f"{drained.left} calls on {cell.cell_id} did not end within {self._drain_s:g} s")

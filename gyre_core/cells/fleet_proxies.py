@@ -5,6 +5,7 @@ that the last list told is the newest belief. Calls of an engine that is drained
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from gyre_core.proxy.pool import ProxyPool, Shards
 from gyre_core.proxy.settings import EngineEntry
 from gyre_core.types import Json
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -29,7 +31,7 @@ class Drained:
 
 
 class EngineBoard:
-    """Tells the proxies. Thread-safe. Every failure is a ProxyError.
+    """Tells the proxies. Thread-safe.
 
     Example: board = EngineBoard(shards, entries=lambda: [entry], version=lambda: 3); board.tell()
     """
@@ -44,18 +46,28 @@ class EngineBoard:
         self._open = False
 
     def open(self) -> None:
-        """From now on the list is told; before, cells may come and go unheard."""
-        self._open = True
-        self.tell()
+        """From now on the list is told; before, cells may come and go unheard. Raises ProxyError."""
+        with self._lock:
+            self._open = True
+            self._tell()
 
     def tell(self) -> None:
-        """Tell the proxies the list as it is now."""
+        """Tell the proxies the list as it is now.
+
+        A process that does not answer is being started again, and told the last list then (proxy/supervisor.py).
+        """
         with self._lock:
             if self._open:
-                self._run(lambda pool: pool.set_engines(self._entries(), self._version()))
+                try:
+                    self._tell()
+                except ProxyError as error:
+                    logger.warning("not every proxy was told which engines take calls: %s", error)
 
     def drain(self, url: str, *, timeout_s: float) -> Drained:
-        """No new calls for this engine; those in flight are moved. Returns when none is left or time is over."""
+        """No new calls for this engine; those in flight are moved. Returns when none is left or time is over.
+
+        Raises ProxyError.
+        """
         result = self._run(lambda pool: pool.drain(url, timeout_s=timeout_s), timeout_s=timeout_s + 60.0)
         return Drained(moved=result.moved, partial_tokens=result.partial_tokens, left=result.left)
 
@@ -66,6 +78,9 @@ class EngineBoard:
         except ProxyError:
             return {}
         return {engine["url"]: int(engine.get("residents", engine["busy"])) for engine in status["engines"]}
+
+    def _tell(self) -> None:
+        self._run(lambda pool: pool.set_engines(self._entries(), self._version()))
 
     def _run(self, work: Callable[[Any], Coroutine[Any, Any, T]], *, timeout_s: float = 60.0) -> T:
         async def with_pool() -> T:

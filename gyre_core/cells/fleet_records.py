@@ -75,6 +75,7 @@ class CellRecord:
         self.served_version: int | None = None  # that the engine holds, verified
         self.engine: tuple[str, str | None] | None = None  # url and key
         self.held_back = False  # from the proxies, although in rollout
+        self.moved_s = -1e9  # when its last role change ended
         self.verbs = 0  # requests of ours that ran or run on it
         self.busy = 0  # of these, running now
         self.lost = ""  # why it will not come back
