@@ -173,7 +173,7 @@ def test_train_interrupted_by_sigint_leaves_no_process(tmp_path: Path, heldout: 
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment, start_new_session=True
     )
     try:
-        assert wait_until((runs / "r1" / "logs" / "cells.log").exists, timeout_s=120)
+        assert wait_until((runs / "r1" / "logs" / "cell-0.log").exists, timeout_s=120)
         process.send_signal(signal.SIGINT)
         process.wait(60)
     finally:
