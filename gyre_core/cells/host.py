@@ -291,7 +291,7 @@ class CellHost(CellTrainer):
         return self._engine
 
     def _make_publisher(self, engine: SGLangServer, transfer: TransferConfig) -> WeightPublisher:
-        return WeightPublisher(engine, transfer, self.settings.work_dir / "weights")
+        return WeightPublisher(engine, transfer, self.settings.work_dir / "weights" / self.settings.cell_id)
 
     async def _mend_engine(self, *, last_try: bool) -> None:
         """After a failed publication: an engine that runs and a publisher for it. The engine takes no calls yet."""
