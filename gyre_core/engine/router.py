@@ -158,13 +158,14 @@ class RouterState:
         self._wait(ticket, _Wait(session_id=session_id, moved=moved))
         return ticket
 
-    def withdraw(self, ticket: int) -> None:
-        """Ask no longer; a slot that is held for this call is free."""
+    def withdraw(self, ticket: int) -> bool:
+        """Ask no longer. True when a slot was held for this call, which is free now."""
         if self.waiting.pop(ticket, None) is not None:
             del self.order[bisect_left(self.order, ticket)]
         grant = self.reserved.pop(ticket, None)
         if grant is not None:
             self.engines[grant.url].busy -= 1
+        return grant is not None
 
     def grants(self, now_s: float) -> list[Grant]:
         """Give out the free slots, in order of arrival; those for calls that still run elsewhere are only held."""
@@ -326,8 +327,8 @@ class Router:
 
     def leave(self, ticket: int) -> None:
         """A call ended, or waits outside the queue: nothing is asked or held for it any more."""
-        self.state.withdraw(ticket)
-        self._dispatch()
+        if self.state.withdraw(ticket):
+            self._dispatch()
 
     def drain(self, url: str) -> tuple[Grant, ...]:
         """No new calls for an engine; returns the grants of the calls that must leave it. Slots are held for them."""

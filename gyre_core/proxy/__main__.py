@@ -14,6 +14,8 @@ import uvicorn
 from pydantic import ValidationError
 
 from gyre_core.errors import GyreError
+from gyre_core.metrics_endpoint import add_metrics
+from gyre_core.metrics_samples import proxy_samples
 from gyre_core.process import end_with_parent, listen
 from gyre_core.proxy.http import server_config
 from gyre_core.proxy.server import create_app
@@ -40,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValidationError, GyreError) as error:
         print(f"the proxy cannot start: {error}", file=sys.stderr)
         return 2
+    name = f"proxy-{settings.journal_dir.name}" if settings.journal_dir is not None else "proxy"
+    run = settings.journal_dir.parent.parent.name if settings.journal_dir is not None else ""
+    add_metrics(app, name, lambda: proxy_samples(app.state.proxy.status()), run=run)
     print(f"proxy on http://{settings.host}:{listener.getsockname()[1]}", flush=True)
     uvicorn.Server(server_config(app)).run(sockets=[listener])
     return 0

@@ -27,6 +27,7 @@ ABORT_GRACE_S = 5.0  # an abort is answered in 7 to 36 ms (measured); behind a l
 ABORT_TRY_S = 1.0  # for an engine to take one abort
 FIRST_REPEAT_S = 0.05  # between two aborts of one call; doubles up to:
 MAX_REPEAT_S = 1.0
+MAX_OVER = 256  # drains that are over and remembered: engines that were replaced never come back by their url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,9 @@ class Drains:
     def begin(self, url: str) -> None:
         """Let an engine get nothing new and tell its calls to end there. Again is no error and changes nothing."""
         drain = self._drains.setdefault(url, _Drain(started_s=self._clock.monotonic_s()))
+        over = [known for known, other in self._drains.items() if other is not drain and not other.tickets]
+        for known in over[:-MAX_OVER]:
+            del self._drains[known]
         for grant in self._router.drain(url):
             drain.tickets.add(grant.ticket)
             flight = self._flights.get(grant.ticket)
@@ -140,12 +144,11 @@ class Drains:
         )
 
     def forget(self, listed: Iterable[str]) -> None:
-        """Forget the drains of engines that are listed again; their calls still leave. And those that are long over."""
-        back = set(listed)
-        for url, drain in list(self._drains.items()):
-            if url in back or not drain.tickets:
+        """Forget the drains of engines that are listed again; their calls still leave."""
+        for url in listed:
+            drain = self._drains.pop(url, None)
+            if drain is not None:
                 drain.over.set()
-                del self._drains[url]
 
 
 async def _abort(flight: _Flight) -> None:

@@ -32,7 +32,7 @@ class PartialCall:
     parts: list[Generation] = field(default_factory=list)  # what engines sampled of it so far
     num_done: int = 0  # tokens of all parts
     fruitless: int = 0  # tries in a row without a token
-    num_refused: int = 0  # answers that no retry mends
+    num_refused: int = 0  # answers since then that no retry mends
     num_tries: int = 0
     ticket: int | None = None  # its place in the router
     left_url: str | None = None  # engine that saw it last, None before the first
@@ -63,7 +63,7 @@ class PartialCall:
             part = self._cut_at_stop(part)
             self.parts.append(part)
             self.num_done += len(part.output_ids)
-            self.fruitless = 0
+            self.fruitless = self.num_refused = 0
         ended = part.finish_reason is not FinishReason.ABORT or self.num_done >= self.params.max_new_tokens
         return ended and bool(self.parts)
 
