@@ -14,6 +14,7 @@ is computed again by its journal, what satellites hold stays good. A cell that d
 run can go on without satellites, not without the core, nor without any cell that its policy lets serve.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -125,13 +126,26 @@ class CellFleet:
 
     @property
     def core_generation(self) -> int:
-        """How many of the core's processes were given up: a step that was open then must be opened again."""
-        return self._cells[0].generation
+        """How many of the core's processes have died: a step that was open then must be opened again.
+
+        It asks the core, so that after a request that failed a death counts that nobody had noticed: when it hangs this
+        returns once it was killed.
+        """
+        core = self._cells[0]
+        generation = core.generation
+        with contextlib.suppress(GyreError):
+            core.ask(generation, status_of)
+        return core.generation
 
     @property
     def pids(self) -> dict[str, int | None]:
         """Process ids of the hosts now."""
         return {cell.cell_id: cell.pid for cell in self._cells}
+
+    @property
+    def engines(self) -> dict[str, tuple[str, str | None]]:
+        """URL and key of each cell's engine, of those that have one now. The keys are not to be logged or stored."""
+        return {cell.cell_id: cell.record.engine for cell in self._cells if cell.record.engine is not None}
 
     def check(self) -> None:
         """Raise EngineError when the run cannot go on."""
@@ -268,14 +282,14 @@ class CellFleet:
                 with self._target_lock:
                     self._target = version  # lower than before when its last step was not saved
             while True:
+                core_generation = self._cells[0].generation
                 version = self._newest_version()
-                core_generation = self.core_generation
                 # A satellite's own weights are the model folder's, whatever their version is called: the host compares.
                 wanted = cell.index > 0 or cell.record.served_version != version
                 if wanted and not self._load(cell, generation, version):
                     continue
                 with self._target_lock:
-                    if version >= self._target and core_generation == self.core_generation:
+                    if version >= self._target and core_generation == self._cells[0].generation:
                         cell.record.set(generation, state=CellState.ROLLOUT)
                         break
             self._board.tell()
@@ -285,14 +299,14 @@ class CellFleet:
     def _load(self, cell: ManagedCell, generation: int, version: int) -> bool:
         """These weights into its engine; False when the core has others by now."""
         for attempt in range(1, _LOAD_ATTEMPTS + 1):
-            core_generation = self.core_generation
+            core_generation = self._cells[0].generation
             try:
                 self._moves.load(cell, generation, version)
                 return True
             except CellLostError:
                 raise
             except GyreError as error:
-                if core_generation != self.core_generation or self._newest_version() != version:
+                if core_generation != self._cells[0].generation or self._newest_version() != version:
                     return False
                 if attempt == _LOAD_ATTEMPTS:
                     raise
@@ -396,3 +410,5 @@ def check_settings(settings: Sequence[CellSettings]) -> None:
         raise ConfigError("a core with satellites needs members with a fixed port: they find it again after a restart")
     if any(one.members is not None for one in settings[1:]):
         raise ConfigError("only the first cell is a core: the others have no members")
+    if any(one.core_url is None for one in settings[1:]):
+        raise ConfigError("satellites need core_url: where the core's queue is")

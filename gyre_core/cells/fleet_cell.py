@@ -23,6 +23,7 @@ from gyre_core.cells.fleet_records import CellLostError, CellRecord
 from gyre_core.cells.heartbeat import Pulse, PulseRule
 from gyre_core.cells.settings import CellSettings
 from gyre_core.clock import Clock
+from gyre_core.engine.kv_store import KV_WRITE_S
 from gyre_core.errors import EngineError, GyreError
 from gyre_core.process import log_tail, new_secret
 from gyre_core.proxy.supervisor import RestartBudget, RestartLog
@@ -62,7 +63,8 @@ class ManagedCell:
     ) -> None:
         self.index = index  # in the fleet's order; 0 is the core
         self.settings = settings
-        self.record = CellRecord(settings.cell_id, settings.slots)
+        kv_write_s = KV_WRITE_S if settings.kv_store is not None else 0.0
+        self.record = CellRecord(settings.cell_id, settings.slots, kv_write_s=kv_write_s)
         self.reason = ""  # why its last process was given up
         self._launch, self._rule, self._clock, self._hooks = launch, rule, clock, hooks
         self._restarts = RestartLog(budget, clock)
@@ -111,7 +113,7 @@ class ManagedCell:
                 client = self.client(generation)
                 try:
                     answer = verb(client)
-                except GyreError as error:
+                except (GyreError, RuntimeError) as error:  # the latter: closed by `stop`
                     self.client(generation)
                     if not isinstance(error.__cause__, httpx.HTTPError):
                         raise
@@ -262,7 +264,7 @@ class ManagedCell:
         assert process is not None
         with self.record.lock:
             engine = self.record.engine
-            client, self._client = self._client, None
+            self._client = None  # not closed: others' requests end by themselves when the process does
             self.reason = reason
             self.record.busy = 0
             self.record.give_up()
@@ -272,8 +274,6 @@ class ManagedCell:
         )
         self._hooks.withdraw(self, engine[0] if engine is not None and hangs else None)
         process.stop(grace_s=0.0)
-        if client is not None:
-            client.close()
         self._hooks.buried(self, reason)
 
     def _revive(self, died_s: float) -> bool:

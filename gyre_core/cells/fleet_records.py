@@ -64,9 +64,11 @@ class RefreshReport:
 class CellRecord:
     """One cell over the processes that carry it. Thread-safe."""
 
-    def __init__(self, cell_id: str, slots: int) -> None:
+    def __init__(self, cell_id: str, slots: int, *, kv_write_s: float = 0.0) -> None:
+        """`kv_write_s`: until an aborted call's keys and values are where the other engines find them."""
         self.cell_id = cell_id
         self.slots = slots
+        self.kv_write_s = kv_write_s
         self.lock = threading.RLock()
         self.generation = 0  # processes given up so far
         self.state = CellState.DEAD
@@ -130,10 +132,11 @@ class CellRecord:
             if self.served_version is None:
                 return None
             url, key = self.engine
-            return EngineEntry(**engine_fields(url, self.slots, key, version=self.served_version, rank=rank))
-
-
-def engine_fields(url: str, slots: int, key: str | None, *, version: int, rank: int) -> dict[str, Any]:
-    """An engine's entry as far as the proxies' settings know these fields."""
-    fields = {"url": url, "slots": slots, "api_key": key, "version": version, "rank": rank}
-    return {name: value for name, value in fields.items() if name in EngineEntry.model_fields}
+            return EngineEntry(
+                url=url,
+                slots=self.slots,
+                api_key=key,
+                version=self.served_version,
+                rank=rank,
+                kv_write_s=self.kv_write_s,
+            )

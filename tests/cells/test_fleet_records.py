@@ -66,3 +66,22 @@ def test_record_is_listed_only_in_rollout_with_verified_weights_and_not_held_bac
         assert record.entry(0) is None
     record.apply(0, answer("rollout", 2, served=None))
     assert record.entry(0) is None
+
+
+def test_record_answer_without_a_key_keeps_the_one_of_the_same_engine() -> None:
+    record = CellRecord("cell-1", 4)
+    record.apply(0, answer("rollout", 0))
+    role_answer = answer("draining", 1)  # a role change is answered without the key
+    del role_answer["engine_key"]
+    record.apply(0, role_answer)
+    assert record.engine == ("http://127.0.0.1:1", "key")
+    record.apply(0, {**role_answer, "engine_url": "http://127.0.0.1:2"})  # another engine has another key
+    assert record.engine == ("http://127.0.0.1:2", None)
+
+
+def test_record_of_a_cell_with_a_kv_store_tells_how_long_its_writes_take() -> None:
+    record = CellRecord("cell-1", 4, kv_write_s=0.2)
+    record.apply(0, answer("rollout", 0))
+    entry = record.entry(0)
+    assert entry is not None
+    assert entry.kv_write_s == 0.2
