@@ -6,12 +6,15 @@ Enters: a stored step. Leaves: one sentence for each difference; none means that
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from gyre_core.replay.stored import StoredGroup, StoredStep
 from gyre_core.selection.batch import GroupBranches
 from gyre_core.train.packing import pack_for_training
+from gyre_core.train.queue_records import ACCOUNT
 from gyre_core.types import Json, TrainingBranch
 
 _ARRAYS = ("token_ids", "target", "sampler_logprobs", "weights")
@@ -71,7 +74,7 @@ def check_step(step: StoredStep) -> CheckReport:
         ("rollouts that are left out", dict(record.rollouts_dropped), left_out),
         ("outcomes", dict(record.outcomes), dict(outcomes)),
         ("included rollouts (the denominator)", record.denominators.get("rollouts"), included),
-        ("micro-steps", list(record.micro_steps), _micro_steps(step)),
+        ("micro-steps", *_micro_steps(step)),
     ):
         if again is not None and stored != again:
             found.append(f"{what}: the step says {_short(stored)}, its trees give {_short(again)}")
@@ -111,17 +114,23 @@ def _compare_branches(group: StoredGroup, built: GroupBranches) -> list[str]:
     return found
 
 
-def _micro_steps(step: StoredStep) -> list[tuple[tuple[str, int], ...]] | None:
-    """The micro-steps that packing gives; None without the settings it was done with."""
+def _micro_steps(step: StoredStep) -> tuple[list[Any], list[Any] | None]:
+    """The micro-steps as stored, and as packing gives them (None without the settings it was done with).
+
+    Cells that share a step split its last micro-steps by their speeds: then which branches they hold is compared.
+    """
+    stored: list[Any] = list(step.record.micro_steps)
     if step.section is None:
-        return None
+        return stored, None
     train = step.section.train
-    packed = []
+    packed: list[Any] = []
     for group in step.groups:
         if group.group_id in step.record.groups_trained:
             for part in pack_for_training(group.branches, train):
                 packed.append(tuple((key.rollout_id, key.branch) for key in part.branches))
-    return packed
+    if ACCOUNT in step.record.extra:
+        return sorted(chain.from_iterable(stored)), sorted(chain.from_iterable(packed))
+    return stored, packed
 
 
 def _short(value: object) -> str:

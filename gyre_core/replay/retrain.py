@@ -1,5 +1,10 @@
 """A step trained again: the same weights, micro-steps, order, denominators and learning rate must give the same bits.
 
+A step that several cells shared has an account: which session computed which micro-steps, and in which order their
+sums were added. Sums in fp32 depend on that order, so it is followed: the core's micro-steps go straight into the sum,
+each other session's are summed from zero and then added (`sum_begin`, `sum_end`). That is exact where all cells
+computed with the same kernels and threads, which equal machines and settings do; with others it differs in rounding.
+
 Enters: stored steps, a cell that holds a trainer. Leaves: the weights' digests, stored and trained again, and where a
 checkpoint is there the largest difference. A step whose first weights have no checkpoint any more is reached by
 training the steps before it again, from an older checkpoint or the run's first weights (train.keep_checkpoints).
@@ -15,6 +20,8 @@ from gyre_core.errors import GyreError, StoreError
 from gyre_core.replay.section import ReplaySection, read_section
 from gyre_core.replay.stored import StoredStep, find_record
 from gyre_core.store import StepRecord
+from gyre_core.store.records import MicroStep
+from gyre_core.train.queue_records import ACCOUNT, StepAccount
 from gyre_core.types import Json, TrainingBranch
 
 
@@ -31,6 +38,8 @@ class TrainCell(Protocol):
     def skip_step(self, *, policy_version: int) -> dict[str, Any]: ...
     def weights(self) -> dict[str, Any]: ...
     def compare_checkpoint(self, path: str) -> dict[str, Any]: ...
+    def sum_begin(self) -> None: ...
+    def sum_end(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +184,24 @@ def _retrain_step(cell: TrainCell, section: ReplaySection, step: StoredStep) -> 
     branches = {(branch.rollout_id, branch.branch): branch for group in step.groups for branch in group.branches}
     cell.reset_gradients()
     seconds = 0.0
-    for number, micro_step in enumerate(record.micro_steps):
-        missing = [key for key in micro_step if key not in branches]
-        if missing:
-            raise StoreError(f"step {step.label}, micro-step {number}: the store lacks branch {missing[0]}")
-        result = cell.micro_step([branches[key] for key in micro_step])
-        packed = [tuple((str(rollout_id), int(branch)) for rollout_id, branch in part) for part in result["keys"]]
-        if packed != [micro_step]:
-            raise GyreError(f"step {step.label}, micro-step {number}: this Gyre packs it as {packed}, not as stored")
-        seconds += float(result.get("seconds", 0.0))
+    number = 0
+    for own, micro_steps in _sums(record):
+        if not own:
+            cell.sum_begin()
+        for micro_step in micro_steps:
+            missing = [key for key in micro_step if key not in branches]
+            if missing:
+                raise StoreError(f"step {step.label}, micro-step {number}: the store lacks branch {missing[0]}")
+            result = cell.micro_step([branches[key] for key in micro_step])
+            packed = [tuple((str(rollout_id), int(branch)) for rollout_id, branch in part) for part in result["keys"]]
+            if packed != [micro_step]:
+                raise GyreError(
+                    f"step {step.label}, micro-step {number}: this Gyre packs it as {packed}, not as stored"
+                )
+            seconds += float(result.get("seconds", 0.0))
+            number += 1
+        if not own:
+            cell.sum_end()
     if record.micro_steps:
         cell.optimizer_step(
             num_rollouts=int(record.denominators["rollouts"]),
@@ -200,6 +218,20 @@ def _retrain_step(cell: TrainCell, section: ReplaySection, step: StoredStep) -> 
         micro_steps=len(record.micro_steps),
         seconds=seconds,
     )
+
+
+def _sums(record: StepRecord) -> list[tuple[bool, tuple[MicroStep, ...]]]:
+    """Micro-steps that were summed together, and whether straight into the step's sum; as they were added."""
+    if ACCOUNT not in record.extra:
+        return [(True, tuple(record.micro_steps))]
+    try:
+        account = StepAccount.from_json(record.extra[ACCOUNT])
+        sums = [(part.owner, tuple(account.branches[name] for name in part.micro_steps)) for part in account.sums]
+    except (KeyError, ValueError) as error:
+        raise StoreError(f"step {record.step + 1}: its account cannot be read: {error}") from error
+    if sorted(part for _, parts in sums for part in parts) != sorted(record.micro_steps):
+        raise StoreError(f"step {record.step + 1}: its account and its list of micro-steps differ")
+    return sums
 
 
 def _checkpoint(checkpoints: Path, made_by: Mapping[int, StepRecord], version: int) -> Path | None:

@@ -1,15 +1,22 @@
 """Training a stored step again: from which state, with what, and how a difference is told."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gyre_core.config import RunConfig
 from gyre_core.errors import GyreError, StoreError
+from gyre_core.replay.check import check_step
 from gyre_core.replay.report import sheet_of
 from gyre_core.replay.retrain import RetrainPlan, RetrainReport, plan_retrain, retrain
-from gyre_core.replay.stored import read_step_records, read_stored_step
-from gyre_core.store import Store
+from gyre_core.replay.stored import find_record, read_step_records, read_stored_step
+from gyre_core.store import StepRecord, Store
+from gyre_core.train.queue_records import ACCOUNT, GradientSum, StepAccount
+from gyre_core.types import TrainingBranch
 from tests.support.replays import BACK_END, HashTrainer, open_store, store_run
 from tests.support.runs import small_config
 
@@ -94,6 +101,67 @@ def test_retrain_other_packing_is_refused(tmp_path: Path, store: Store, config: 
     cell.packing = [[("r", 0)], [("r", 1)]]
     with pytest.raises(GyreError, match="this Gyre packs it as"):
         again(cell, plan_retrain(read_step_records(store), tmp_path, label=1), store, config)
+
+
+def shared_record(record: StepRecord, order: list[tuple[bool, list[int]]]) -> StepRecord:
+    """The record with an account: sums of micro-steps by number, the core's own or a satellite's."""
+    names = [f"m{number}" for number in range(len(record.micro_steps))]
+    account = StepAccount(
+        taken={},
+        groups={},
+        stats={},
+        requeued=0,
+        failed=0,
+        cut_off=(),
+        rates={},
+        sums=tuple(
+            GradientSum(session=f"s/cell#{index}", owner=own, micro_steps=tuple(names[number] for number in numbers))
+            for index, (own, numbers) in enumerate(order)
+        ),
+        branches=dict(zip(names, record.micro_steps, strict=True)),
+    )
+    stored = json.loads(json.dumps(account.to_json()))
+    return replace(record, micro_steps=account.micro_steps, extra={**record.extra, ACCOUNT: stored})
+
+
+def test_retrain_shared_step_sums_each_session_from_zero_in_the_order_of_the_additions(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    store = open_store(tmp_path)
+    store_run(store, config, steps=1)
+    record = find_record(read_step_records(store), 1)
+    (whole,) = record.micro_steps
+    record = replace(record, micro_steps=(whole[:1], whole[1:2], whole[2:3], whole[3:]))  # as cells would split it
+    order = [(True, [3]), (False, [1, 2]), (True, [0])]
+    told = shared_record(record, order)
+    plan = plan_retrain([told], tmp_path, label=1)
+    cell = Telling()
+    report = retrain(cell, plan, [read_stored_step(store, config, told)])
+    keys = [list(part) for part in record.micro_steps]
+    assert cell.told == [keys[3], "(", keys[1], keys[2], ")", keys[0]]
+    assert report.steps[0].micro_steps == 4
+    assert not check_step(read_stored_step(store, config, told)).differences
+    lost = replace(told, micro_steps=told.micro_steps[1:])
+    with pytest.raises(StoreError, match="its account and its list of micro-steps differ"):
+        retrain(Telling(), plan_retrain([lost], tmp_path, label=1), [read_stored_step(store, config, lost)])
+    assert check_step(read_stored_step(store, config, lost)).differences
+
+
+class Telling(HashTrainer):
+    """Notes in which order it was told what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def micro_step(self, branches: Sequence[TrainingBranch]) -> dict[str, Any]:
+        self.told.append([(branch.rollout_id, branch.branch) for branch in branches])
+        return super().micro_step(branches)
+
+    def sum_begin(self) -> None:
+        self.told.append("(")
+
+    def sum_end(self) -> None:
+        self.told.append(")")
 
 
 def test_plan_retrain_record_without_section_is_a_clear_error(tmp_path: Path, config: RunConfig) -> None:

@@ -65,6 +65,12 @@ class HashTrainer:
         keys = [[(branch.rollout_id, branch.branch) for branch in branches]]
         return {"keys": self.packing or keys, "stats": {}, "seconds": 0.5}
 
+    def sum_begin(self) -> None:
+        self._gradients.append(b"(")
+
+    def sum_end(self) -> None:
+        self._gradients.append(b")")
+
     def optimizer_step(
         self, *, num_rollouts: int, policy_version: int, learning_rate: float | None = None
     ) -> dict[str, Any]:

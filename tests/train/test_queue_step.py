@@ -1,5 +1,6 @@
 """A step's queue with its data: packing, the account, hand-over rules, and the journal that survives its owner."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from gyre_core.clock import ManualClock
 from gyre_core.errors import TrainError
 from gyre_core.train.queue import CutOffError, Lease
 from gyre_core.train.queue_rates import LeaseRule, Rates
-from gyre_core.train.queue_records import QueueRules, StaleStepError, StepIdentity, Work
+from gyre_core.train.queue_records import QueueRules, StaleStepError, StepAccount, StepIdentity, Work
 from gyre_core.train.queue_step import StepQueue
 from gyre_core.transfer.branches import branches_from_ipc
 from gyre_core.transfer.gradients import BufferOffer
@@ -221,6 +222,146 @@ def test_step_refused_by_a_member_goes_to_the_owner() -> None:
     assert queue.account().failed == 1
 
 
+# -- members that leave --------------------------------------------------------------------------------------------
+
+
+def left(queue: StepQueue, session: str, done: list[str], trainer: str = "cell-1") -> None:
+    """The member leaves: told, asked for its gradient, offered, gone."""
+    queue.leave(trainer)
+    assert queue.claim(session) == "hand_over"
+    queue.offer(session, offer(session), done)
+    assert queue.claim(session) == "left"
+
+
+def test_step_member_that_leaves_is_taken_over_between_two_of_the_owners_micro_steps() -> None:
+    queue = make()
+    queue.add_group("g0", group("g0", rollouts=6))
+    session = join(queue)
+    done = [compute(queue, session)]
+    own = queue.owner_next()
+    assert isinstance(own, Work)
+    left(queue, session, done)
+    queue.leave("cell-1")  # again, after a lost answer
+    queue.complete(own.lease, {"loss": 1.0})
+    takes = queue.owner_next()  # the queue is open and one micro-step is pending
+    assert isinstance(takes, tuple)
+    assert [take.session for take in takes] == [session]
+    assert queue.claim(session) == "left"  # also while it is read
+    assert queue.taken(session) == 1
+    last = queue.owner_next()
+    assert isinstance(last, Work)
+    queue.complete(last.lease, {"loss": 1.0})
+    queue.seal()
+    finish_alone(queue)
+    account = queue.account()
+    assert account.cut_off == () and account.requeued == 0
+    own_session = account.taken[own.lease.micro_step_id]
+    assert [(part.session, part.owner, part.micro_steps) for part in account.sums] == [
+        (own_session, True, (own.lease.micro_step_id,)),
+        (session, False, tuple(done)),
+        (own_session, True, (last.lease.micro_step_id,)),
+    ]
+    assert sorted(name for part in account.micro_steps for name in part) == [(f"g0-r{n}", 0) for n in range(6)]
+
+
+def test_step_member_that_leaves_in_a_micro_step_ends_it_first_and_one_with_nothing_just_goes() -> None:
+    queue = make()
+    queue.add_group("g0", group("g0", rollouts=4))
+    session, idle = join(queue), join(queue, "cell-2")
+    lease = work(queue, session)
+    queue.leave("cell-1")
+    queue.leave("cell-2")
+    assert work(queue, session) == lease  # a repeated claim: the answer was lost
+    queue.complete(lease, {"loss": 1.0})
+    assert queue.claim(idle) == "left"
+    left(queue, session, [lease.micro_step_id])
+    again = join(queue)  # back in the same step, with an empty gradient
+    assert compute(queue, again) != lease.micro_step_id
+    queue.seal()
+    assert isinstance(queue.owner_next(), tuple)
+
+
+def test_step_member_that_left_is_not_cut_off_for_its_silence(tmp_path: Path) -> None:
+    clock = ManualClock()
+    queue = make(clock=clock)
+    queue.add_group("g0", group("g0", rollouts=2))
+    session = join(queue)
+    done = [compute(queue, session)]
+    left(queue, session, done)
+    clock.advance(1000.0)
+    queue.seal()
+    finish_alone(queue)
+    assert queue.account().taken == {done[0]: session}
+
+
+def test_step_member_waiting_for_the_end_may_leave_its_offer_behind() -> None:
+    queue = make()
+    queue.add_group("g0", group("g0", rollouts=2))
+    session = join(queue)
+    done = [compute(queue, session)]
+    queue.seal()
+    assert queue.claim(session) == "hand_over"
+    queue.offer(session, offer(session), done)
+    queue.leave("cell-1")
+    assert queue.claim(session) == "left"
+    finish_alone(queue)
+    assert queue.account().taken == {done[0]: session}
+
+
+def test_step_dead_members_work_goes_back_at_once_but_what_it_offered_is_tried() -> None:
+    queue = make()
+    queue.add_group("g0", group("g0", rollouts=6))
+    parked, dead, other = join(queue), join(queue, "cell-2"), join(queue, "cell-3")
+    done = [compute(queue, parked)]
+    left(queue, parked, done)
+    compute(queue, dead)
+    work(queue, other)
+    assert queue.gone("cell-2", "killed") == (dead,)
+    assert queue.gone("cell-2", "killed") == ()
+    assert queue.gone("cell-1", "killed") == ()  # its memory may outlive it: the read will tell
+    assert queue.status()["requeued"] == 1
+    with pytest.raises(CutOffError):
+        queue.claim(dead)
+    takes = queue.owner_next()
+    assert isinstance(takes, tuple) and takes[0].session == parked
+    queue.lost(parked, "its file is gone")
+    assert queue.status()["requeued"] == 2
+
+
+def test_step_member_that_joins_again_gives_up_what_it_had() -> None:
+    queue = make()
+    queue.add_group("g0", group("g0", rollouts=4))
+    empty = join(queue)
+    full = join(queue)  # the answer to the first was lost
+    compute(queue, full)
+    join(queue)
+    assert queue.status()["cut_off"] == [full]
+    for session in (empty, full):
+        with pytest.raises(CutOffError):
+            queue.offer(session, offer(session), [])
+
+
+def test_step_sealed_with_its_rollouts_keeps_the_number(tmp_path: Path) -> None:
+    queue = make(tmp_path / "step")
+    queue.add_group("g0", group("g0", rollouts=2))
+    queue.seal(7)
+    queue.seal(7)
+    with pytest.raises(ValueError, match="divides by 7, not by 8"):
+        queue.seal(8)
+    assert make(tmp_path / "step").num_rollouts == 7
+
+
+def test_account_survives_json() -> None:
+    queue = make()
+    queue.add_group("g0", group("g0", rollouts=3))
+    queue.seal()
+    finish_alone(queue)
+    account = queue.account()
+    assert StepAccount.from_json(json.loads(json.dumps(account.to_json()))) == account
+    with pytest.raises(ValueError, match="not a step's account"):
+        StepAccount.from_json({"taken": []})
+
+
 # -- the journal ---------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +451,26 @@ def test_journal_splits_failures_and_cut_offs_are_told_again(tmp_path: Path) -> 
     finish_alone(again)
     assert len(again.account().groups["g0"]) > 1
     assert rates.all() == {"core": 100.0, "cell-1": 100.0}  # telling again measures nothing
+
+
+def test_journal_gradient_that_was_left_behind_is_read_by_the_owner_that_comes_after(tmp_path: Path) -> None:
+    clock = ManualClock()
+    queue = make(tmp_path / "step", clock=clock)
+    queue.add_group("g0", group("g0", rollouts=4))
+    session = join(queue)
+    done = [compute(queue, session)]
+    left(queue, session, done)
+    takes = queue.owner_next()
+    assert isinstance(takes, tuple)
+    queue.taken(session)  # the sum that it was added to died with the owner
+    again = make(tmp_path / "step", clock=clock)
+    clock.advance(1000.0)
+    assert again.owner_next() == takes
+    again.taken(session)
+    again.seal()
+    finish_alone(again)
+    assert again.account().taken[done[0]] == session
+    assert again.account().stats["loss"] == 2.0  # also what was told to the owner that died
 
 
 def test_journal_half_written_line_is_dropped(tmp_path: Path) -> None:
