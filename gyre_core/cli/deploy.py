@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from gyre_core.cli.options import ConfigArgument, JsonOption, RunsDirOption, SetOption, print_text
-from gyre_core.config import load_run_config
 from gyre_core.errors import ConfigError, SetupError
 
 FilesOption = Annotated[
@@ -40,6 +39,8 @@ def deploy(
 
     The server is PREFECT_API_URL's, or that of the team that is up in --runs-dir.
     """
+    from gyre_core.config import load_run_config
+
     if interval_s is not None and cron is not None:
         raise ConfigError("give --interval-s or --cron, not both")
     loaded = load_run_config(config, overrides or [])  # a deployment of what cannot run helps nobody

@@ -84,7 +84,13 @@ def _resolve_path(tree: dict[str, Any], keys: tuple[str, ...], base_dir: Path) -
     if not isinstance(node, dict) or not isinstance(node.get(keys[-1]), str):
         return
     path = Path(node[keys[-1]]).expanduser()
-    node[keys[-1]] = path if path.is_absolute() else Path(os.path.normpath(base_dir / path))  # no .. in what users see
+    node[keys[-1]] = path if path.is_absolute() else _without_dots(base_dir / path)
+
+
+def _without_dots(path: Path) -> Path:
+    """No `..` in what users see, where the way without them leads to the same place: not behind a symbolic link."""
+    short = os.path.normpath(path)
+    return Path(short) if os.path.realpath(short) == os.path.realpath(path) else path
 
 
 def _fill_config_dir(tree: dict[str, Any], base_dir: Path) -> None:

@@ -108,7 +108,7 @@ class S3Storage:
 
     def get(self, key: str) -> bytes:
         def read(_attempt: int) -> bytes:
-            # A file of known size is one request; a stream's read() asks for piece after piece.
+            # Its size (HEAD), then one GET: a stream's read() asks for piece after piece.
             with self._reader.open_input_file(self._path(key)) as file:
                 return file.read_at(file.size(), 0)
 

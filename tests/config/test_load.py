@@ -33,6 +33,16 @@ def test_load_relative_paths_are_resolved_against_the_file(tmp_path: Path) -> No
     assert config.rollout.harness.read_only == (tmp_path / "lib",)
 
 
+def test_load_paths_lose_their_dots_but_not_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "far" / "away")
+    text = MINIMAL.replace('"policy"', '"../policy"').replace('"problems"', '"link/../problems"')
+    config = load_run_config(write_config(tmp_path / "here", text))
+    assert config.model.path == tmp_path / "policy"
+    assert config.data.train.resolve() == tmp_path / "far" / "problems"
+
+
 def test_load_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
     path = write_config(tmp_path, MINIMAL)
     config = load_run_config(path, ["train.steps=3", "name=other", "train.learning_rate=0.0", "selection.min_group=4"])
@@ -99,6 +109,16 @@ def test_config_package_imports_without_torch_or_prefect() -> None:
     import sys
 
     program = "import sys, gyre_core.config; print(sorted({'torch', 'prefect', 'megatron'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_gyre_command_starts_without_the_libraries_of_its_subcommands() -> None:
+    import subprocess
+    import sys
+
+    heavy = {"torch", "prefect", "megatron", "numpy", "pyarrow", "pydantic", "fastapi"}
+    program = f"import sys, gyre_core.cli.main; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

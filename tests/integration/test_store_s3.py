@@ -258,6 +258,21 @@ def test_all_acknowledgements_lost_the_commit_is_found_by_its_token(
     check(url, ["g0"])
 
 
+def test_replies_that_end_early_are_read_again_and_given_up_in_the_end(
+    seaweedfs: SeaweedFS, bucket: str, proxy: FaultingProxy
+) -> None:
+    store = Store.open(seaweedfs.store_url(bucket, port=proxy.port))
+    store.storage.put_new("data/x", b"0123456789")
+    proxy.requests.clear()
+    short = iter([Fault.SHORT_REPLY])
+    proxy.plan = lambda method, _path: next(short, None) if method == "GET" else None
+    assert store.storage.get("data/x") == b"0123456789"
+    assert [method for method, _path in proxy.requests] == ["HEAD", "GET"] * 2, "its size, then one request for all"
+    proxy.plan = lambda method, _path: Fault.SHORT_REPLY if method == "GET" else None
+    with pytest.raises(StoreError, match=r"cannot read data/x .* after 5 attempts"):
+        store.storage.get("data/x")
+
+
 def test_frozen_server_is_given_up_in_bounded_time_and_found_again(seaweedfs: SeaweedFS, bucket: str) -> None:
     url = seaweedfs.store_url(bucket)
     Store.open(url)

@@ -22,6 +22,7 @@ class Fault(Enum):
     LOST_REPLY = "forwarded and done, then the connection ends without a reply"
     FROZEN = "taken, never forwarded, never answered"
     FROZEN_REPLY = "forwarded and done, never answered"
+    SHORT_REPLY = "forwarded; the connection ends before the answer's last byte"
     PRETEND_CREATED = "forwarded; a refused condition (412) is answered as if the object had been created"
 
 
@@ -106,6 +107,10 @@ class FaultingProxy:
         if method != "HEAD":
             handler.send_header("Content-Length", str(len(content)))
         handler.end_headers()
+        if fault is Fault.SHORT_REPLY:
+            handler.wfile.write(content[:-1])
+            self._end(handler, frozen=False)
+            return
         handler.wfile.write(content)
 
     def _end(self, handler: BaseHTTPRequestHandler, *, frozen: bool) -> None:
