@@ -40,6 +40,8 @@ _VOCAB_SIZE = 2**20  # ids are the proxy's to check
 class EmulatedSGLang:
     """What a host asks of an SGLangServer, of an emulated one in this process."""
 
+    shares_memory = False  # the switch's time has it in
+
     def __init__(self, emulation: EmulationConfig, settings: CellSettings) -> None:
         self.api_key = new_secret()
         self.url = ""

@@ -55,6 +55,7 @@ class CellHost(CellTrainer):
         self._last_role: tuple[str, int] | None = None  # what was asked for last, and answered
         self._phases: dict[str, float] = {}  # of the last role change
         self._published: int | None = None
+        self._memory_released = False  # of the engine's KV pool, while the trainer has it
         self._published_weights = ""  # a satellite: checksum of the core's snapshot that the engine serves
 
     @property
@@ -127,6 +128,7 @@ class CellHost(CellTrainer):
         if draining.state is not CellState.DRAINING:
             draining = draining.moved(CellState.DRAINING)
         status = draining.moved(CellState.TRAINING)
+        await self._release_memory()
         member = self.member
         if member is not None:
             with self._phase("pull"):
@@ -144,9 +146,26 @@ class CellHost(CellTrainer):
             self.status = self.status.moved(CellState.RETURNING)
         with self._phase("hand_in"):
             await self.halt()
+        await self._resume_memory()
         if policy_version is not None:
             await self._refresh(policy_version, self._phases)
         self.status = self.status.moved(CellState.ROLLOUT)
+
+    async def _release_memory(self) -> None:
+        engine = self._engine
+        if engine is not None and engine.shares_memory and not self._memory_released:
+            with self._phase("release"):
+                async with engine.client() as client:
+                    await client.release_kv_memory()
+            self._memory_released = True
+
+    async def _resume_memory(self) -> None:
+        engine = self._engine
+        if engine is not None and self._memory_released:
+            with self._phase("resume"):
+                async with engine.client() as client:
+                    await client.resume_kv_memory()
+            self._memory_released = False
 
     def _check_return(self, policy_version: int | None) -> None:
         """A cell that makes weights serves those, unless the caller says which."""
@@ -288,6 +307,7 @@ class CellHost(CellTrainer):
             kv_store=settings.kv_store,
         )
         self._engine.start()
+        self._memory_released = False
         return self._engine
 
     def _make_publisher(self, engine: SGLangServer, transfer: TransferConfig) -> WeightPublisher:

@@ -167,7 +167,7 @@ def launch_command(
         command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         command += ["--disable-cuda-graph", "--mem-fraction-static", "0.5"]
     else:
-        command += ["--device", "cuda"]
+        command += ["--device", "cuda", "--enable-memory-saver"]  # the KV pool's memory is the trainer's meanwhile
     if memory_port is not None:
         command += ["--remote-instance-weight-loader-start-seed-via-transfer-engine"]
         command += ["--engine-info-bootstrap-port", str(memory_port)]

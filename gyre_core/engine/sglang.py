@@ -116,6 +116,11 @@ class SGLangServer:
         return self.install.device
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether engine and trainer take turns with the device's memory: the KV pool is given back while it trains."""
+        return self.device != "cpu"
+
+    @property
     def url(self) -> str:
         """Where the server answers; known from `start` on."""
         return f"http://127.0.0.1:{self.port}"

@@ -135,6 +135,24 @@ class SGLangClient:
         """Undo `pause`; harmless when not paused."""
         await self._post("/continue_generation", {})
 
+    async def release_kv_memory(self) -> None:
+        """Give the device memory of the KV pool back, cached prefixes with it. No call may run.
+
+        On a device whose allocator cannot (a CPU) only the cache is dropped. Weights stay where they are: their memory
+        is what one-sided writes go to.
+        """
+        await self._switch_memory("release")
+
+    async def resume_kv_memory(self) -> None:
+        """Take the KV pool's memory again, empty. Harmful without `release_kv_memory` before."""
+        await self._switch_memory("resume")
+
+    async def _switch_memory(self, verb: str) -> None:
+        path = f"/{verb}_memory_occupation"
+        reply = await self._request("POST", path, {"tags": ["kv_cache"]})
+        if reply.status_code != 200:  # its body is `null`
+            raise self._refusal(reply, path)
+
     async def flush_cache(self) -> None:
         """Drop all cached prefixes. Refused (EngineError, retryable) while calls run that are not retracted."""
         reply = await self._request("POST", "/flush_cache")

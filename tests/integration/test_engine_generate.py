@@ -175,3 +175,13 @@ async def test_idle_server_leaves_the_cores_to_the_trainer(
     if paused:
         await client.continue_generation()
     assert spent_s < 0.2  # a server that polls takes 2.0
+
+
+async def test_kv_memory_released_and_resumed_leaves_the_outputs_as_they_were(client: SGLangClient) -> None:
+    params = SamplingParams(max_new_tokens=16, temperature=0.0)
+    before = await client.generate(PROMPT, params, rid="memory-1", cache_salt="m")
+    await client.release_kv_memory()
+    await client.resume_kv_memory()
+    after = await client.generate(PROMPT, params, rid="memory-2", cache_salt="m")
+    assert after.output_ids.tolist() == before.output_ids.tolist()
+    assert after.cached_tokens == 0, "the pool came back empty"
