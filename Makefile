@@ -9,10 +9,10 @@ ARGS ?=
 # The harness of `make harness`.
 HARNESS ?= mini-swe-agent
 
-.PHONY: help install engine quickstart harness test lint ui doctor clean
+.PHONY: help install engine quickstart demo-team harness test lint ui doctor clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 install: ## build or update both environments (.venv and .venv-engine)
 	$(SETUP) all
@@ -23,6 +23,10 @@ engine: ## build or update only the SGLang server's environment (.venv-engine)
 quickstart: ## set up, then train the tiny agent on this machine; the last line is a JSON summary
 	$(SETUP) all
 	@.venv/bin/gyre train examples/quickstart/run.toml $(ARGS)
+
+demo-team: ## a team's services; a scheduled training is killed with its worker and resumed; the last line is JSON
+	$(SETUP) all
+	@.venv/bin/python examples/team/demo.py $(ARGS)
 
 harness: ## run a real harness against the proxy and a scripted engine: make harness HARNESS=codex
 	$(SETUP) venv

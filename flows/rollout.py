@@ -18,6 +18,7 @@ from uuid import UUID
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from gyre_core.config import RunConfig
 from gyre_core.types import RolloutSpec
 from tasks.context import Box, RunContext
 from tasks.grading import grade_rollout
@@ -28,6 +29,12 @@ T = TypeVar("T")
 
 # Threads wait for harnesses and verifiers most of the time; how many rollouts run at once is not decided here.
 TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=128)
+
+
+def task_runner_of(config: RunConfig) -> Any:
+    """`TASK_RUNNER`, or one with threads for more rollouts, and as many that are graded."""
+    threads = 2 * config.rollout.slots + 16
+    return TASK_RUNNER if threads <= 128 else ThreadPoolTaskRunner(max_workers=threads)
 
 
 class RolloutStream:

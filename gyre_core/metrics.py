@@ -1,4 +1,4 @@
-"""Metric records and where they go: TensorBoard and one JSON line each.
+"""Metric records and where they go: TensorBoard, one JSON line each, and Prometheus when somebody wants that.
 
 Names are `area/name_unit` (`rollout/duration_s`, `train/grad_norm`, `select/tokens_trained_count`). A quantity that was
 not there is written as zero, not left out, so that curves have no holes.
@@ -6,9 +6,14 @@ not there is written as zero, not left out, so that curves have no holes.
 
 import json
 import math
+import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+
+from gyre_core.metrics_endpoint import Sample, serve_metrics
+from gyre_core.metrics_samples import scalar_samples
 
 
 class MetricsWriter:
@@ -23,20 +28,34 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._board = SummaryWriter(str(run_dir / "tensorboard"))
         self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._newest: dict[str, float | None] = {}
+        self._step = 0
+        self._endpoint = ExitStack()
+        self._endpoint.enter_context(serve_metrics("flow", self._samples, run=run_dir.name))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record scalars of a step; a non-finite value is kept as null in the JSON line and left out of TensorBoard."""
         clean = {name: (float(value) if math.isfinite(value) else None) for name, value in values.items()}
         self._lines.write(json.dumps({"step": step, **clean}) + "\n")
         self._lines.flush()
+        with self._lock:
+            self._newest |= clean
+            self._step = max(self._step, step)
         for name, value in clean.items():
             if value is not None:
                 self._board.add_scalar(name, value, step)
         self._board.flush()
 
     def close(self) -> None:
+        self._endpoint.close()
         self._lines.close()
         self._board.close()
+
+    def _samples(self) -> list[Sample]:
+        """The newest value of each scalar, for a scrape."""
+        with self._lock:
+            return list(scalar_samples(self._step, self._newest))
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -52,7 +52,7 @@ def open_run(
         if resume:
             close_dead_runs(run_id)
         _clear_leftovers(folder)
-        sandbox = open_environment(config.rollout, hidden=hidden_folders(config, folder))
+        sandbox = open_environment(config.rollout, hidden=hidden_folders(config, folder), emulate=config.emulate)
         progress = stack.enter_context(RunProgress(run_id, num_steps=config.train.steps, quiet=quiet))
         progress.resume_at(policy_version)
         progress.note(

@@ -32,7 +32,8 @@ from tasks.work_pools import WorkPools
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # longest sleep between two looks while a step is open
+_LOOK_S = 1.0  # longest sleep between two looks while a step is open, on the cluster's clock
+_SHORTEST_LOOK_S = 0.2  # what a look costs is not compressed
 _SHOWN = {CellState.ROLLOUT: "rollout", CellState.TRAINING: "training", CellState.DEAD: "dead"}
 
 
@@ -94,15 +95,15 @@ class Scheduling:
         """The snapshot a policy decides from."""
         cells = self._fleet.views()
         scheduler, rollout = self._config.scheduler, self._config.rollout
-        now_s = time.monotonic()
+        now_s, scale = time.monotonic(), self._config.clock_scale
         return self.burst.snapshot(
             tuple(replace(cell, moved_s=self._moved_s.get(cell.cell_id, cell.moved_s)) for cell in cells),
             self._queue(cells),
             train_cells=scheduler.train_cells,
             staleness=scheduler.staleness,
-            now_s=now_s,
-            microstep_s=self.estimates.microstep_s,
-            tail_s=self.estimates.tail_s(self.burst.step, now_s),
+            now_s=now_s * scale,
+            microstep_s=self.estimates.microstep_s * scale,
+            tail_s=self.estimates.tail_s(self.burst.step, now_s) * scale,
             tail_ratio=self.estimates.tail_ratio(
                 staleness=scheduler.staleness,
                 cells=scheduler.cells,
@@ -134,7 +135,7 @@ class Scheduling:
                     self._returned.set()
                     if ended:
                         return self.moves
-                self.burst.wait(stamp, _LOOK_S)
+                self.burst.wait(stamp, max(_LOOK_S / self._config.clock_scale, _SHORTEST_LOOK_S))
             return self.moves
         except BaseException as error:
             self._broken = error
@@ -184,7 +185,7 @@ class Scheduling:
         if move.to == "train":
             self._count_capacity(without=move.cell_id)
         report = asdict(self._fleet.move(move))
-        self._moved_s[move.cell_id] = time.monotonic()
+        self._moved_s[move.cell_id] = time.monotonic() * self._config.clock_scale
         if report.get("failed"):
             logger.warning("%s did not move to %s: %s", move.cell_id, move.to, report["failed"])
         else:

@@ -90,6 +90,7 @@ def cell_settings(
             train=config.train,
             transfer=config.transfer,
             kv_store=kv_store,
+            emulate=config.emulate,
             policy_version=policy_version if index == 0 else 0,
             checkpoint=checkpoint if index == 0 else None,
             members=members if index == 0 else None,

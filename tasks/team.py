@@ -1,4 +1,5 @@
-"""A team's services on one machine: PostgreSQL, an S3 store, Prefect's server on that PostgreSQL, process workers.
+"""A team's services on one machine: PostgreSQL, an S3 store, Prefect's server on that PostgreSQL, process workers, and
+Prometheus where it is installed.
 
 Enters: a folder of runs. Leaves: `<runs>/team/team.json` with addresses and process ids while it is up, and the
 environment that gyre's commands and Prefect's need. Ports, passwords and keys are made once and kept, so that what was
@@ -21,8 +22,11 @@ from typing import Any
 import httpx
 
 from gyre_core.errors import SetupError
+from gyre_core.metrics_endpoint import VARIABLE as METRICS_VARIABLE
+from gyre_core.metrics_endpoint import metrics_token
 from gyre_core.process import python_command
 from gyre_core.team.postgres import Postgres, find_postgres, init_postgres
+from gyre_core.team.prometheus import Prometheus, find_prometheus
 from gyre_core.team.seaweedfs import PORT_NAMES, SeaweedFS
 from gyre_core.team.supervisor import Service, Supervisor
 from tasks.prefect_server import CLIENT_SETTINGS, SERVER_SETTINGS
@@ -39,6 +43,7 @@ TEAM_SERVER_SETTINGS = {
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(30 * 86400),
     "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P7D",
+    "PREFECT_SERVER_METRICS_ENABLED": "true",
 }
 # Flow runs tell that they live; infra/automations.yaml marks silent ones as crashed.
 WORKER_SETTINGS = {
@@ -59,6 +64,21 @@ class TeamPlan:
     postgres: Postgres
     seaweedfs: SeaweedFS
     api_port: int
+    prometheus_port: int
+
+    @property
+    def prometheus(self) -> Prometheus:
+        return Prometheus(
+            folder=self.folder / "prometheus",
+            port=self.prometheus_port,
+            metrics=self.metrics,
+            prefect=f"127.0.0.1:{self.api_port}",
+        )
+
+    @property
+    def metrics(self) -> Path:
+        """Where Gyre's processes announce their Prometheus endpoints."""
+        return self.folder / "metrics"
 
     @property
     def api_url(self) -> str:
@@ -76,6 +96,7 @@ class TeamPlan:
             "PREFECT_API_URL": self.api_url,
             "PREFECT_HOME": str(self.folder / "prefect"),
             "DO_NOT_TRACK": "1",
+            METRICS_VARIABLE: str(self.metrics),
         }
 
 
@@ -109,6 +130,7 @@ def plan_team(runs_dir: Path, *, port: int = 0) -> TeamPlan:
             secret_key=decided["secret_key"],
         ),
         api_port=decided["api_port"],
+        prometheus_port=decided["prometheus_port"],
     )
 
 
@@ -138,6 +160,18 @@ def running_team(plan: TeamPlan, *, pool: str, workers: int = 1) -> Iterator[Sup
             )
         )
         team.start(_server(plan, logs))
+        metrics_token(plan.metrics)
+        prometheus = find_prometheus()
+        if prometheus is not None:
+            plan.prometheus.prepare()
+            team.start(
+                Service(
+                    name="prometheus",
+                    command=plan.prometheus.command(prometheus),
+                    log_path=logs / "prometheus.log",
+                    ready=plan.prometheus.ready,
+                )
+            )
         for index in range(workers):
             team.start(_worker(plan, logs, pool=pool, name=f"worker-{index}"))
         state = plan.folder / "team.json"
@@ -155,6 +189,8 @@ def describe_team(plan: TeamPlan, team: Supervisor) -> dict[str, Any]:
         "ui_url": plan.api_url.removesuffix("/api"),
         "store_endpoint": plan.seaweedfs.endpoint,
         "bucket": BUCKET,
+        "metrics": str(plan.metrics),
+        "prometheus_url": plan.prometheus.url if "prometheus" in team.pids() else None,
         "database": f"127.0.0.1:{plan.postgres.port}/{DATABASE}",
         "pids": team.pids(),
         "restarts": team.restarts,
@@ -216,11 +252,12 @@ def _answers(url: str) -> bool:
 
 
 def _decide() -> dict[str, Any]:
-    free = _free_ports(2 + 2 * len(PORT_NAMES))
+    free = _free_ports(3 + 2 * len(PORT_NAMES))
     return {
         "api_port": free[0],
         "postgres_port": free[1],
-        "seaweedfs_ports": free[2:],
+        "prometheus_port": free[2],
+        "seaweedfs_ports": free[3:],
         "postgres_password": secrets.token_hex(16),
         "access_key": f"gyre{secrets.token_hex(6)}",
         "secret_key": secrets.token_hex(20),

@@ -10,7 +10,6 @@ nothing takes time measures what the control plane itself needs for a step; the 
 `control_share` of a step at most.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -87,18 +86,19 @@ def bench_elastic(
     presets: Sequence[str],
     effort: Effort,
     *,
+    folder: Path,
     seed: int = 0,
-    folder: Path | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run everything; `folder` keeps the runs. Raises ValueError for an unknown preset, GyreError for a failed run."""
+    """Run everything below `folder`; the runs share the Prefect server that PREFECT_API_URL names.
+
+    Raises ValueError for an unknown preset, GyreError for a failed run.
+    """
     unknown = [name for name in presets if name not in PRESETS]
     if unknown or not presets:
         raise ValueError(f"unknown presets {', '.join(unknown) or '(none given)'}: use {', '.join(PRESETS)}")
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="gyre-elastic-") as name:
-            return bench_elastic(presets, effort, seed=seed, folder=Path(name), report=report)
-    results = {name: _bench_preset(name, effort, seed, folder / name, report) for name in presets}
+    write_inputs(folder, problems=PROBLEMS)
+    results = {name: _bench_preset(name, effort, seed, folder, report) for name in presets}
     return {**worst(list(results.values())), "presets": results}
 
 
@@ -146,8 +146,6 @@ def headlines(steps_per_hour: Mapping[str, float], fractions: Mapping[str, float
 
 def _bench_preset(name: str, effort: Effort, seed: int, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
     scaled = scale(PRESETS[name].scenario, groups=effort.groups, steps=effort.steps, compression=1.0, seed=seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_inputs(folder, problems=PROBLEMS)
     source = source_of_emulation(scaled)
     bound_hours = bound_of(scaled.scenario, source)
     simulated = {policy: _best_split(scaled.scenario, policy, source) for policy in effort.policies}

@@ -68,6 +68,7 @@ class EmulatedRun:
 
 def write_inputs(folder: Path, *, problems: int) -> None:
     """Model folder and problems, for all runs below `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
     save_emulated_model(folder / "model")
     save_emulated_problems(folder / "problems", problems)
 
@@ -148,8 +149,8 @@ def run_training(folder: Path, config: Mapping[str, Any], *, timeout_s: float) -
     path.write_text(to_toml(config))
     log = folder / f"{name}.log"
     command = python_command("gyre_core.cli", "train", str(path), "--run", name, "--quiet")
-    child = ChildProcess(name, command, log_path=log, env={"PREFECT_API_URL": ""})
-    watch = ProcessWatch(child.pid)
+    child = ChildProcess(name, command, log_path=log)
+    watch = ProcessWatch(child.pid, Path(config["runs_dir"]))
     started = time.monotonic()
     try:
         while child.running():
@@ -203,10 +204,15 @@ def read_run(folder: Path, config: Mapping[str, Any], watch: "ProcessWatch") -> 
 
 
 class ProcessWatch:
-    """CPU and memory of a process and all below it, by kind; call `sample` now and then."""
+    """CPU and memory of a run's process and all below it, and of the Prefect server it shares with others, by kind.
 
-    def __init__(self, pid: int) -> None:
+    Call `sample` now and then.
+    """
+
+    def __init__(self, pid: int, runs_dir: Path) -> None:
         self._root = psutil.Process(pid)
+        self._server = _prefect_server(runs_dir)
+        self._server_cpu_s = _cpu_s(self._server)
         self._cpu: dict[int, tuple[str, float]] = {}
         self._memory: dict[str, float] = defaultdict(float)
         self._kinds: dict[int, str] = {}
@@ -217,17 +223,18 @@ class ProcessWatch:
         now: dict[str, float] = defaultdict(float)
         try:
             processes = [self._root, *self._root.children(recursive=True)]
+            processes += [self._server] if self._server is not None else []
         except psutil.Error:
             return {}
         for process in processes:
             try:
                 kind = self._kinds.get(process.pid) or self._kind(process)
-                times, memory = process.cpu_times(), process.memory_info().rss / 1e6
+                cpu_s, memory = _cpu_s(process), process.memory_info().rss / 1e6
             except psutil.Error:
                 continue
             with self._lock:
                 self._kinds[process.pid] = kind
-                self._cpu[process.pid] = (kind, times.user + times.system)
+                self._cpu[process.pid] = (kind, cpu_s - (self._server_cpu_s if process == self._server else 0.0))
                 self._memory[kind] = max(self._memory[kind], memory)
             now[kind] += memory
         return dict(now)
@@ -248,6 +255,21 @@ class ProcessWatch:
             return "flow"
         line = " ".join(process.cmdline())
         return next((kind for word, kind in _KINDS if word in line), "other")
+
+
+def _cpu_s(process: psutil.Process | None) -> float:
+    if process is None:
+        return 0.0
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _prefect_server(runs_dir: Path) -> psutil.Process | None:
+    """The server of this folder's runs, when it runs already."""
+    try:
+        return psutil.Process(int(json.loads((runs_dir / "prefect" / "server.json").read_text())["pid"]))
+    except (OSError, ValueError, KeyError, psutil.Error):
+        return None
 
 
 def cpu_share(run: EmulatedRun) -> float:

@@ -4,7 +4,6 @@ Leaves: at equal intervals the resident memory of each kind of process, the byte
 database, and the steps so far; and of each the growth an hour, fitted over the second half, when caches are full.
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,20 +30,16 @@ def bench_soak(
     effort: Effort,
     *,
     minutes: float,
+    folder: Path,
     seed: int = 0,
-    folder: Path | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Run the preset under the effort's first policy; raises GyreError when the run ends by itself."""
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="gyre-soak-") as name:
-            return bench_soak(preset, effort, minutes=minutes, seed=seed, folder=Path(name), report=report)
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: use {', '.join(PRESETS)}")
     policy = effort.policies[0]
     scaled = scale(PRESETS[preset].scenario, groups=effort.groups, steps=8, compression=1.0, seed=seed)
     hours = simulate(scaled.scenario, policy, source=source_of_emulation(scaled)).hours
-    folder.mkdir(parents=True, exist_ok=True)
     write_inputs(folder, problems=PROBLEMS)
     compression = hours * 3600 / 8 / _STEP_S
     config = run_config(
@@ -56,12 +51,11 @@ def bench_soak(
         "soak",
         python_command("gyre_core.cli", "train", str(path), "--run", "soak", "--quiet"),
         log_path=log,
-        env={"PREFECT_API_URL": ""},
     )
     samples = []
     started = time.monotonic()
     try:
-        watch = ProcessWatch(child.pid)
+        watch = ProcessWatch(child.pid, folder / "runs")
         while (elapsed_s := time.monotonic() - started) < minutes * 60:
             time.sleep(max(1.0, minutes * 60 / _SAMPLES))
             if not child.running():

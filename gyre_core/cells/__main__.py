@@ -21,10 +21,15 @@ def main() -> None:
 
     from gyre_core.cells.app import create_app
     from gyre_core.cells.settings import read_cell_settings
+    from gyre_core.metrics_endpoint import add_metrics
+    from gyre_core.metrics_samples import cell_samples
 
     settings = read_cell_settings(arguments.settings)
+    app = create_app(settings)
+    run = settings.work_dir.name
+    add_metrics(app, settings.cell_id, lambda: cell_samples(app.state.host.describe()), run=run)
     uvicorn.run(
-        create_app(settings),
+        app,
         host=settings.host,
         port=settings.port,
         log_level="warning",

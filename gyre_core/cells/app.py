@@ -125,9 +125,11 @@ def create_app(settings: CellSettings) -> Starlette:
         Route("/checkpoint/export", verb(lambda body: host.export_hf(Path(body["path"]))), methods=["POST"]),
         Route("/checkpoint/compare", verb(lambda body: host.compare_checkpoint(Path(body["path"]))), methods=["POST"]),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes, lifespan=lifespan, middleware=[Middleware(BaseHTTPMiddleware, dispatch=authenticate)]
     )
+    app.state.host = host
+    return app
 
 
 def _host(settings: CellSettings) -> CellHost:

@@ -20,13 +20,14 @@ import httpx
 from gyre_core.cells.client import CellClient
 from gyre_core.cells.fleet_launch import HostProcess, Launch
 from gyre_core.cells.fleet_records import CellLostError, CellRecord
-from gyre_core.cells.heartbeat import Pulse, PulseRule
+from gyre_core.cells.heartbeat import Pulse, PulseRule, engine_answers
 from gyre_core.cells.settings import CellSettings
 from gyre_core.clock import Clock
 from gyre_core.engine.kv_store import KV_WRITE_S
 from gyre_core.errors import EngineError, GyreError
 from gyre_core.process import log_tail, new_secret
 from gyre_core.proxy.supervisor import RestartBudget, RestartLog
+from gyre_core.scheduler.cell import CellState
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -233,7 +234,8 @@ class ManagedCell:
         assert process is not None
         pulse = Pulse(self._rule, self._clock)
         next_look_s = self._clock.monotonic_s()
-        with self._looking() as client:
+        http = httpx.Client(timeout=self._rule.look_timeout_s, trust_env=False)
+        with self._looking() as client, http:
             while not self._stopping.is_set():
                 if not process.running():
                     return None if self._stopping.is_set() else f"its process {_ending(process)}"
@@ -244,20 +246,26 @@ class ManagedCell:
                     return condemned[1]
                 if self._clock.monotonic_s() >= next_look_s:
                     next_look_s = self._clock.monotonic_s() + self._rule.heartbeat_s
-                    reason = self._look(client, pulse, generation, verbs, busy)
+                    reason = self._look(client, http, pulse, generation, verbs, busy)
                     if reason is not None and process.running():
                         return reason
                     continue
                 self._stopping.wait(min(_POLL_S, self._rule.heartbeat_s))
         return None
 
-    def _look(self, client: CellClient, pulse: Pulse, generation: int, verbs: int, busy: bool) -> str | None:
+    def _look(
+        self, client: CellClient, http: httpx.Client, pulse: Pulse, generation: int, verbs: int, busy: bool
+    ) -> str | None:
         try:
             status = client.status()
         except GyreError:
             return pulse.silent()
-        self.record.observe(generation, verbs, status)
-        return pulse.answered(status, busy=busy)
+        record = self.record
+        record.observe(generation, verbs, status)
+        with record.lock:
+            engine = record.engine if record.state is CellState.ROLLOUT and not record.busy else None
+        engine_silent = engine is not None and not engine_answers(http, engine)
+        return pulse.answered(status, busy=busy, engine_silent=engine_silent)
 
     def _bury(self, reason: str) -> None:
         process = self._process

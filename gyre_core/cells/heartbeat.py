@@ -3,13 +3,16 @@
 Enters: what each look at a cell's process found (an answer of `GET /status`, or none). Leaves: None while it lives,
 otherwise the reason why it must be killed and started again. Pure but for the clock, which is an argument.
 
-A cell is dead when its process ended, when it answers nothing for `dead_after_s`, when its engine ended and does not
-come back by itself, or when it has something to do and nothing about it changes for `stalled_after_s`.
+A cell is dead when its process ended, when it answers nothing for `dead_after_s`, when its engine, which should serve,
+answers nothing for as long, when its engine ended and does not come back by itself, or when it has something to do and
+nothing about it changes for `stalled_after_s`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import httpx
 
 from gyre_core.clock import Clock
 from gyre_core.scheduler.cell import CellState
@@ -46,13 +49,20 @@ class Pulse:
     def __init__(self, rule: PulseRule, clock: Clock) -> None:
         self._rule = rule
         self._clock = clock
-        self._seen_s = self._moved_s = clock.monotonic_s()
+        self._seen_s = self._moved_s = self._engine_s = clock.monotonic_s()
         self._progress: tuple[Any, ...] = ()
         self._dead_looks = 0
 
-    def answered(self, status: Mapping[str, Any], *, busy: bool) -> str | None:
-        """It answered; `busy`: a request of ours runs on it. Returns why it is dead all the same, or None."""
+    def answered(self, status: Mapping[str, Any], *, busy: bool, engine_silent: bool = False) -> str | None:
+        """It answered; `busy`: a request of ours runs on it. Returns why it is dead all the same, or None.
+
+        `engine_silent`: its engine should serve and did not answer this look.
+        """
         self._seen_s = self._clock.monotonic_s()
+        if not engine_silent:
+            self._engine_s = self._seen_s
+        elif self._seen_s - self._engine_s >= self._rule.dead_after_s:
+            return f"its engine did not answer for {self._seen_s - self._engine_s:.1f} s"
         self._dead_looks = self._dead_looks + 1 if status.get("state") == CellState.DEAD else 0
         if self._dead_looks >= DEAD_LOOKS and not busy:
             return "its engine ended"
@@ -69,6 +79,16 @@ class Pulse:
         if silence_s >= self._rule.dead_after_s:
             return f"it did not answer for {silence_s:.1f} s"
         return None
+
+
+def engine_answers(http: httpx.Client, engine: tuple[str, str | None]) -> bool:
+    """Whether anything answers at an engine's address: what it says does not matter."""
+    url, key = engine
+    try:
+        http.get(f"{url}/model_info", headers={"authorization": f"Bearer {key}"} if key is not None else None)
+    except httpx.HTTPError:
+        return False
+    return True
 
 
 def progress_of(status: Mapping[str, Any]) -> tuple[Any, ...]:

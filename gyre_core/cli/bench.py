@@ -3,8 +3,10 @@
 Standard output gets a table, or with --json one JSON object; progress goes to standard error.
 """
 
+import contextlib
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -155,9 +157,25 @@ def bench_elastic_command(
 
     effort = effort_of(quick=quick, groups=groups, steps=steps, control_share=control_share, policies=policy)
     names = preset or list(CASES)
-    if soak is not None:
-        grown = bench_soak(names[0], effort, minutes=soak, seed=seed, folder=folder, report=_report)
-        print_text(grown, "\n".join(soak_lines(grown)), as_json)
-        return
-    result = bench_elastic(names, effort, seed=seed, folder=folder, report=_report)
+    with contextlib.ExitStack() as stack:
+        root = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gyre-elastic-")))
+        stack.enter_context(_prefect_server(root / "runs"))
+        if soak is not None:
+            grown = bench_soak(names[0], effort, minutes=soak, seed=seed, folder=root, report=_report)
+            print_text(grown, "\n".join(soak_lines(grown)), as_json)
+            return
+        result = bench_elastic(names, effort, seed=seed, folder=root, report=_report)
     print_text(result, "\n".join(elastic_lines(result)), as_json)
+
+
+@contextlib.contextmanager
+def _prefect_server(runs_dir: Path) -> Iterator[None]:
+    """One server for all runs of a measurement."""
+    from gyre_core.config import PrefectConfig
+    from tasks.prefect_server import ensure_server
+
+    server = ensure_server(PrefectConfig(port=0), runs_dir, timeout_s=300.0)
+    try:
+        yield
+    finally:
+        server.stop()

@@ -31,9 +31,11 @@ def run_training(
         run_id = run_id or time.strftime(f"{config.name}-%Y%m%d-%H%M%S")
 
     def call() -> dict[str, Any]:
+        from flows.rollout import task_runner_of
         from flows.train import train
 
-        return train(config, run_id, resume=resume, quiet=quiet, max_wall_s=max_wall_s)
+        sized = train.with_options(task_runner=task_runner_of(config))
+        return sized(config, run_id, resume=resume, quiet=quiet, max_wall_s=max_wall_s)
 
     return _in_prefect(config, call, quiet=quiet)
 
@@ -75,7 +77,8 @@ def _in_prefect(config: RunConfig, call: Callable[[], dict[str, Any]], *, quiet:
     from gyre_core.grading.inputs import check_inputs
 
     check_inputs(config)  # before anything starts: bad input must not cost a server's boot
-    check_install(inspect_python(find_engine_python(config.engine)))
+    if config.emulate is None:
+        check_install(inspect_python(find_engine_python(config.engine)))
     return in_prefect(config, call, quiet=quiet)
 
 

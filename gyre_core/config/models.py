@@ -364,6 +364,11 @@ class RunConfig(Section):
         return self
 
     @property
+    def clock_scale(self) -> float:
+        """Seconds of the cluster in one second of the wall: 1 unless the run is emulated."""
+        return self.emulate.compression if self.emulate is not None else 1.0
+
+    @property
     def slots_per_cell(self) -> int:
         """Rollouts that one cell serves at once; all cells together have at least `rollout.slots`."""
         return -(-self.rollout.slots // self.scheduler.cells)

@@ -108,6 +108,6 @@ def test_growth_is_the_slope_of_the_second_half():
 
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown presets"):
-        bench_elastic(["nothing"], effort_of(quick=True))
+        bench_elastic(["nothing"], effort_of(quick=True), folder=Path("nowhere"))
     with pytest.raises(ValueError, match="unknown policies"):
         effort_of(policies=["best"])

@@ -1,9 +1,11 @@
 """Restarts are bounded, a satellite may be lost and the core may not, and what a death takes back is put right."""
 
+import contextlib
 import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -86,6 +88,27 @@ def test_engine_that_ends_in_a_living_host_is_a_death_and_comes_back(tmp_path: P
         assert cells.call("u0") == expected
 
 
+def test_engine_that_hangs_under_live_calls_is_a_death_and_the_calls_go_on_elsewhere(
+    tmp_path: Path, shards: Shards
+) -> None:
+    with fast_fleet(tmp_path, shards, dead_after_s=2.5) as cells:
+        expected = [cells.call(f"u{index}") for index in range(6)]
+        cells.hold(3)
+        calls = cells.calls(6)
+        cells.running(6)
+        status = cells.status("cell-1")
+        cells.block("cell-1", "abort")
+        headers = {"authorization": f"Bearer {status['engine_key']}"}
+        with contextlib.suppress(httpx.HTTPError):  # from now on its event loop stands still
+            httpx.post(f"{status['engine_url']}/abort_request", json={"rid": "none"}, headers=headers, timeout=0.5)
+        back(cells, "cell-1")
+        (dead,) = cells.event("cell_dead")
+        assert dead["reason"].startswith("its engine did not answer for")
+        cells.hold(None)
+        assert [call.result(40) for call in calls] == expected
+        assert cells.whole()
+
+
 def test_core_that_dies_with_an_unsaved_step_takes_its_version_back_everywhere(tmp_path: Path, shards: Shards) -> None:
     """Engines that served the lost version serve the old one again; the step is done once more, each group once."""
     with fast_fleet(tmp_path, shards) as cells:
@@ -135,7 +158,7 @@ def test_satellite_that_dies_while_the_core_is_down_waits_for_it(tmp_path: Path,
 
 def test_fleet_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, shards: Shards) -> None:
     with (
-        pytest.raises(EngineError, match=r"cell-0 ended with exit code \d+ while starting; its log .*cell-0\.log"),
+        pytest.raises(EngineError, match=r"(cell-[01]) ended with exit code \d+ while starting; its log .*\1\.log"),
         fast_fleet(tmp_path, shards, port=1),
     ):
         raise AssertionError("it started")
@@ -146,17 +169,19 @@ def test_fleet_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, sha
     [
         ({"cell_id": "cell-0"}, "names of their own"),
         ({"members": MembersSettings(secret="s", port=2)}, "only the first cell"),
+        ({"core_url": None}, "core_url"),
     ],
 )
-def test_settings_that_cannot_work_together_are_refused(change: dict[str, Any], words: str) -> None:
+def test_settings_of_cells_that_cannot_work_together_are_refused(change: dict[str, Any], words: str) -> None:
     common: dict[str, Any] = {"secret": "s", "model_path": Path("m"), "context_length": 8, "slots": 1, "seed": 0}
     core = CellSettings(
         cell_id="cell-0", port=1, work_dir=Path("w"), members=MembersSettings(secret="s", port=3), **common
     )
-    other = CellSettings(**{"cell_id": "cell-1", "port": 2, "work_dir": Path("w"), **common, **change})
+    other = CellSettings(cell_id="cell-1", port=2, work_dir=Path("w"), core_url="http://127.0.0.1:3", **common)
+    check_settings([core, other])
     with pytest.raises(ConfigError, match=words):
-        check_settings([core, other])
+        check_settings([core, other.model_copy(update=change)])
     with pytest.raises(ConfigError, match="fixed port"):
-        check_settings([core.model_copy(update={"members": None}), other.model_copy(update={"members": None})])
+        check_settings([core.model_copy(update={"members": None}), other])
     with pytest.raises(ConfigError, match="at least one"):
         check_settings([])

@@ -2,8 +2,11 @@
 
 from typing import Any
 
-from gyre_core.cells.heartbeat import Pulse, PulseRule
+import httpx
+
+from gyre_core.cells.heartbeat import Pulse, PulseRule, engine_answers
 from gyre_core.clock import ManualClock
+from gyre_core.engine.fake import FakeEngineServer
 
 RULE = PulseRule(heartbeat_s=2.0, dead_after_s=20.0, stalled_after_s=100.0)
 
@@ -31,6 +34,27 @@ def test_pulse_engine_that_ended_is_death_only_when_it_stays_and_no_request_mend
     looks = [pulse.answered(status("dead"), busy=True) for _ in range(3)]
     looks += [pulse.answered(status("rollout"), busy=True), pulse.answered(status("dead"), busy=False)]
     assert looks == [None] * 5
+
+
+def test_pulse_engine_that_should_serve_and_is_silent_is_death_after_the_allowed_time() -> None:
+    clock = ManualClock()
+    pulse = Pulse(RULE, clock)
+    clock.advance(19.0)
+    assert pulse.answered(status(), busy=False, engine_silent=True) is None
+    assert pulse.answered(status(), busy=False) is None
+    clock.advance(19.0)
+    assert pulse.answered(status(), busy=False, engine_silent=True) is None
+    clock.advance(1.0)
+    reason = pulse.answered(status(), busy=False, engine_silent=True)
+    assert reason == "its engine did not answer for 20.0 s"
+
+
+def test_engine_that_refuses_lives_and_one_that_nobody_serves_does_not() -> None:
+    with httpx.Client(timeout=2.0, trust_env=False) as http:
+        with FakeEngineServer(api_key="right") as server:
+            assert engine_answers(http, (server.url, "right"))
+            assert engine_answers(http, (server.url, "wrong"))
+        assert not engine_answers(http, (server.url, None))
 
 
 def test_pulse_work_without_progress_is_death_and_idleness_is_not() -> None:
