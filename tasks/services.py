@@ -10,10 +10,12 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
 from gyre_core.cells.fleet import CellFleet
+from gyre_core.cells.fleet_launch import Launch
 from gyre_core.cells.settings import CellSettings, MembersSettings
 from gyre_core.config import RunConfig
 from gyre_core.engine.kv_store import KvStore
@@ -26,6 +28,7 @@ from gyre_core.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+LOCALHOST = "127.0.0.1"
 # The trainer shares its cores with harnesses, engine and Prefect: threads that spin while they wait for each other made
 # a micro-step 5-20 times slower when the cores were busy (measured on 2 cores).
 CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
@@ -65,6 +68,7 @@ def running_services(
                 work=folder.work,
                 scheduler=config.scheduler,
                 env=CHILD_ENVIRONMENT,
+                launch=cell_launcher(config, folder),
             )
         )
         supervisor.wait_ready()
@@ -75,10 +79,14 @@ def cell_settings(
     config: RunConfig, folder: RunFolder, *, policy_version: int, kv_store: str | None, checkpoint: Path | None
 ) -> list[CellSettings]:
     """One cell's settings each: the core first, which alone starts from the checkpoint."""
-    members = MembersSettings(port=free_port(), secret=new_secret())
+    hosts = config.scheduler.hosts or (LOCALHOST,) * config.scheduler.cells
+    channel: Literal["local", "mooncake"] = "mooncake" if config.scheduler.hosts else "local"
+    members = MembersSettings(host=hosts[0], port=free_port(), secret=new_secret(), channel=channel)
+    alone = config.train.tensor_parallel * config.train.data_parallel > 1  # such a trainer shares no steps
     return [
         CellSettings(
             cell_id=f"cell-{index}",
+            host=hosts[index],
             port=free_port(),
             secret=new_secret(),
             model_path=config.model.path,
@@ -93,12 +101,22 @@ def cell_settings(
             emulate=config.emulate,
             policy_version=policy_version if index == 0 else 0,
             checkpoint=checkpoint if index == 0 else None,
-            members=members if index == 0 else None,
+            members=members if index == 0 and not alone else None,
             core_url=f"http://{members.host}:{members.port}" if index else None,
             core_secret=members.secret if index else "",
+            core_channel=channel,
         )
         for index in range(config.scheduler.cells)
     ]
+
+
+def cell_launcher(config: RunConfig, folder: RunFolder) -> Launch | None:
+    """How cell hosts are started: None for child processes of this one."""
+    if config.scheduler.work_pool is None:
+        return None
+    from tasks.cell_launch import WorkerLauncher
+
+    return WorkerLauncher(pool=config.scheduler.work_pool, run_id=folder.run_id, work=folder.work, logs=folder.logs)
 
 
 def proxy_settings(config: RunConfig, folder: RunFolder) -> list[ProxySettings]:

@@ -230,6 +230,8 @@ class SchedulerConfig(Section):
     staleness: Annotated[int, Field(ge=0, le=16)] = 0  # k = phi + mu - 1: versions between dispatch and training
     heartbeat_s: Seconds = 2.0  # between two looks at each cell
     dead_after_s: Seconds = 20.0  # a cell that does not answer for so long is killed and started again
+    work_pool: str | None = None  # Prefect pool whose workers start the cells; None: this process does
+    hosts: tuple[str, ...] = Field(default=(), strict=False)  # with a work_pool: each cell's machine, cell 0 first
 
     @model_validator(mode="after")
     def _check(self) -> "SchedulerConfig":
@@ -237,6 +239,11 @@ class SchedulerConfig(Section):
             raise ValueError(
                 f'scheduler.policy = "{self.policy}" needs cells that serve: scheduler.train_cells '
                 f"({self.train_cells}) must be below scheduler.cells ({self.cells})"
+            )
+        if self.hosts and (self.work_pool is None or len(self.hosts) != self.cells):
+            raise ValueError(
+                f"scheduler.hosts names {len(self.hosts)} machines for {self.cells} cells: give one address a cell, "
+                "and scheduler.work_pool, whose workers start them there"
             )
         return self
 
@@ -345,6 +352,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"engine.max_total_tokens ({self.engine.max_total_tokens}) is below model.context_length "
                 f"({self.model.context_length}): the engine could not hold one full call; raise it"
+            )
+        if self.scheduler.hosts and self.engine.kv_store != "none":
+            raise ValueError(
+                'engine.kv_store must be "none" with scheduler.hosts: its master listens on this machine alone so far'
             )
         if self.scheduler.cells > rollout.slots:
             raise ValueError(

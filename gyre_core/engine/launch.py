@@ -148,6 +148,7 @@ def launch_command(
     port: int,
     memory_port: int | None,
     kv_store: str | None = None,
+    host: str = "127.0.0.1",
 ) -> list[str]:
     """The server's command line. `memory_port` opens the weights' memory to one-sided writes; None leaves them closed.
 
@@ -155,7 +156,7 @@ def launch_command(
     `slots` bounds the running calls, so that the router's count and the engine's agree. The prefix cache stays on.
     """
     command = [str(install.python), "-P", str(SERVE)]
-    command += ["--model-path", str(model_path), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--model-path", str(model_path), "--host", host, "--port", str(port)]
     command += ["--dtype", config.dtype, "--context-length", str(context_length)]
     command += ["--max-total-tokens", str(config.max_total_tokens), "--max-running-requests", str(slots)]
     command += ["--random-seed", str(seed), "--weight-version", str(policy_version)]
@@ -211,7 +212,7 @@ def launch_environment(install: EngineInstall, config: EngineConfig, *, api_key:
         "TRANSFORMERS_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",
-        "SGLANG_HOST_IP": "127.0.0.1",
+        "SGLANG_HOST_IP": "127.0.0.1",  # of the weights' memory, which the trainer of the same machine writes
         **mooncake_environment(),
     }
     if install.device == "cpu":

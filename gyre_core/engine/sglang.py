@@ -1,8 +1,8 @@
 """Starting and ending an SGLang server.
 
-Enters: EngineConfig and a model folder. Leaves: a server on 127.0.0.1 that is ready for calls, or an EngineError with
-the telling lines of its log and what to do. Invariants: the server's processes die with the process that started it,
-however that ends (engine/guard.py), also in the middle of booting; `stop` returns when they are gone. A server asks
+Enters: EngineConfig and a model folder. Leaves: a server, on 127.0.0.1 by default, that is ready for calls, or an
+EngineError with the telling lines of its log and what to do. Invariants: the server's processes die with the process
+that started it, however that ends (engine/guard.py), also in the middle of booting; `stop` returns when they are gone. A server asks
 every request for its random key (engine/serve.py): agents share the machine's network.
 """
 
@@ -74,13 +74,16 @@ class SGLangServer:
         port: int = 0,
         remote_weights: bool = True,
         kv_store: str | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
-        """`port` 0 takes a free one. `remote_weights` opens the weights' memory to Mooncake where it loads.
+        """`port` 0 takes a free one, `host` is the address on which it is reached. `remote_weights` opens the weights'
+        memory to Mooncake where it loads.
 
         `kv_store` is the address of a KvStore (engine/kv_store.py), or None. Raises SetupError when there is nothing to
         serve with, ConfigError for a KV store without Mooncake, EngineError for a model folder that is none.
         """
         self.config = config
+        self.host = host
         self.model_path = model_path.absolute()
         self.log_path = log_path
         self.policy_version = policy_version
@@ -123,7 +126,7 @@ class SGLangServer:
     @property
     def url(self) -> str:
         """Where the server answers; known from `start` on."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -162,6 +165,7 @@ class SGLangServer:
             port=self.port,
             memory_port=self._memory_port,
             kv_store=self.kv_store,
+            host=self.host,
         )
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._child = ChildProcess(
