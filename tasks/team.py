@@ -220,7 +220,7 @@ def _server(plan: TeamPlan, logs: Path) -> Service:
         log_path=logs / "prefect-server.log",
         env=environment,
         ready=lambda: _answers(f"{plan.api_url}/health"),
-        boot_timeout_s=240.0,
+        boot_timeout_s=600.0,  # the first start makes the tables: 12 s, but minutes on a machine that is very busy
     )
 
 
@@ -240,6 +240,7 @@ def _worker(plan: TeamPlan, logs: Path, *, pool: str, name: str) -> Service:
         log_path=logs / f"{name}.log",
         env={**plan.client_environment(), **WORKER_SETTINGS},
         ready=ready,
+        boot_timeout_s=300.0,
         grace_s=30.0,  # its flow runs end with it
     )
 

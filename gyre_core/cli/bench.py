@@ -134,6 +134,20 @@ def bench_tree_train_command(
     print_text(result, "\n".join(tree_train_lines(result)), as_json)
 
 
+@bench_app.command(name="switch")
+def bench_switch_command(
+    calls: Annotated[int, typer.Option(help="live calls at once")] = 8,
+    rounds: Annotated[int, typer.Option(help="rounds, each with two role changes in each direction")] = 5,
+    tokens: Annotated[int, typer.Option(help="sampled tokens of a call")] = 400,
+    as_json: JsonOption = False,
+) -> None:
+    """Role changes of real tiny cells under live calls, phase by phase, with a KV store and without."""
+    from gyre_core.bench.switch import bench_switch, switch_lines
+
+    result = bench_switch(calls=calls, rounds=rounds, max_tokens=tokens, report=_report)
+    print_text(result, "\n".join(switch_lines(result)), as_json)
+
+
 @bench_app.command(name="elastic")
 def bench_elastic_command(
     preset: Annotated[

@@ -132,11 +132,28 @@ def replay(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="check a configuration instead: layout, memory, staleness; no GPU")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", help="with --config: TOML with the machines and a cell's layout")
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Report what this machine has and lacks, with the command that mends it. Exit code 1 when something lacks."""
     from gyre_core.doctor import run_checks
 
-    checks = run_checks()
+    if config is None:
+        checks = run_checks()
+    else:
+        from gyre_core.config import load_run_config
+        from gyre_core.doctor_config import config_checks
+        from gyre_core.sizing import read_cluster
+
+        machines = None if cluster is None else read_cluster(cluster)
+        checks = config_checks(load_run_config(config, overrides or []), machines)
     missing = [check for check in checks if check.ok == "missing"]
     if as_json:
         rows = [

@@ -40,3 +40,40 @@ _RATIOS = (
 def _split(result: dict[str, Any], name: str) -> str:
     found = result["splits"].get(name)
     return f" ({found['train_cells']} train)" if found else ""
+
+
+def trace_text(result: dict[str, Any]) -> str:
+    """A run's measured speed beside its simulated one, then every policy on its trace."""
+    lines = [
+        f"trace of {result['run']}: {result['steps']} steps under {result['policy']}",
+        f"measured   {result['measured_steps_per_hour']:10.2f} steps/h",
+        f"simulated  {result['simulated_steps_per_hour']:10.2f} steps/h (ratio {result['ratio']})",
+    ]
+    lines += [f"{name:20s} {speed:10.2f} steps/h" for name, speed in result["steps_per_hour"].items()]
+    return "\n".join(lines)
+
+
+def sweep_text(result: dict[str, Any]) -> str:
+    """One line a value: hours, and how many times longer each takes than elastic_predictive."""
+    names = list(result["rows"][0]["hours"])
+    lines = [f"{result['parameter']:>10s} " + " ".join(f"{name:>19s}" for name in names)]
+    for row in result["rows"]:
+        cells = [f"{row['hours'][name]:8.2f} h {row['over_predictive'][name]:6.3f} x" for name in names]
+        lines.append(f"{row['value']:10g} " + " ".join(f"{cell:>19s}" for cell in cells))
+    return "\n".join(lines)
+
+
+def plan_text(result: dict[str, Any]) -> str:
+    """The ranked table."""
+    lines = [
+        f"{result['workload']} on {result['gpus']} GPUs: {result['candidates']} candidates, seeds {result['seeds']}",
+        f"{'policy':19s} {'cells':>5s} {'split':>5s} {'slots':>6s} {'phi':>3s} {'mu':>3s} {'k':>2s} "
+        f"{'steps/h':>9s} {'+-':>7s} {'busy':>6s} {'limited by':14s}",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"{row['policy']:19s} {row['cells']:5d} {row['train_cells'] or '-':>5} {row['slots']:6d} {row['phi']:3d} "
+            f"{row['mu']:3d} {row['staleness']:2d} {row['steps_per_hour']:9.3f} {row['plus_minus']:7.3f} "
+            f"{row['utilisation']:6.1%} {row['limited_by']} ({row['its_removal_gains']:.2f}x)"
+        )
+    return "\n".join(lines)

@@ -13,6 +13,9 @@ from gyre_core.scheduler.cell import CellState
 Target = Literal["train", "rollout"]
 
 TRAINING_FIRST_BELOW = 0.65  # tail_ratio under which training goes first when k >= 1 (a prototype's finding)
+SERVE_GAIN = 0.03  # relative change of a token's time that is worth a move (8 % and 3 % measured: docs/simulator.md)
+DWELL_S = 30.0  # between a cell's last move and its return for speed alone
+MIN_BACKLOG_S = 60.0  # training that pays for a move of some 12 s in both directions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +56,23 @@ class Snapshot:
     )
 
     due_rollouts: int | None = None  # unfinished ones of the open step alone; None: not told apart from later steps
+    # What elastic_predictive foresees from; with the defaults it decides by the counters alone.
+    ungraded_groups: int = 0  # of the open step: their training is still to come
     now_s: float = 0.0
     token_s: float = 1.0  # a token's time on a cell that serves nothing else; with token_load_s, as measured
     token_load_s: float = 0.0  # what each further rollout of the same cell adds to it
     microstep_s: float = 0.0  # mean time of a micro-step on one cell; 0: not known
+    group_microsteps: float = 1.0  # micro-steps that a group is cut into, on average
     tail_s: float = 0.0  # predicted time until the last due rollout has finished; 0: not known
+
+    @property
+    def work(self) -> int:
+        """Micro-steps to train, those of graded groups included."""
+        return self.pending_microsteps + int(self.ready_groups * self.group_microsteps)
+
+    def token_time_s(self, cells: int) -> float:
+        """A token's time when so many cells serve the present rollouts, as far as it is known."""
+        return self.token_s + self.token_load_s * self.residents / max(1, cells)
 
     @property
     def due(self) -> int:
@@ -176,30 +191,38 @@ def elastic(snapshot: Snapshot) -> Plan:
 
 
 def elastic_predictive(snapshot: Snapshot) -> Plan:
-    """The water level over what serves or waits, only as many cells as have work, and cells back when a queue waits."""
+    """The water level, with what is foreseen: no cell leaves before it is needed, and none waits where it can serve.
+
+    - Training first, k >= 1 and work the limit (`tail_ratio`): only live rollouts must fit into the cells that stay;
+      else queued ones must too.
+    - A cell leaves for a backlog that pays for the move, and not while those that train will be done before the last
+      rollout of the step, if sampling would get slower by its leaving.
+    - A training cell without work returns when rollouts queue, or when sampling would get faster.
+    - At a burst's end a cell stays when the next batch keeps it busy.
+    """
     if (waiting := _switching(snapshot)) is not None:
         return waiting
+    first = snapshot.staleness >= 1 and snapshot.tail_ratio < TRAINING_FIRST_BELOW
     if snapshot.untrained_groups == 0:
-        return _end_of_burst(snapshot)
+        return _end_of_burst(snapshot) if _ends(snapshot, first) else _stays(snapshot)
     if (rescue := _rescue(snapshot)) is not None:
         return rescue
-    training_first = snapshot.staleness >= 1 and snapshot.tail_ratio < TRAINING_FIRST_BELOW
-    level = snapshot.residents if training_first else max(snapshot.water_level, snapshot.residents)
-    queue = snapshot.water_level - snapshot.residents
-    free = snapshot.capacity - snapshot.residents
-    if snapshot.training and snapshot.pending_microsteps == 0 and snapshot.ready_groups == 0 and queue > free:
-        return _moved(snapshot.training[-1], "rollout", f"nothing to train; {queue} rollouts wait, {free} slots free")
+    if (back := _back_to_serving(snapshot)) is not None:
+        return back
     if not snapshot.serving:
         return Plan()
     core_trains = snapshot.cells[0].state is not CellState.ROLLOUT
     # Core first; then the cell with the fewest rollouts to hand over.
     cell = min(snapshot.serving, key=lambda one: one.residents) if core_trains else snapshot.serving[0]
+    level = snapshot.residents if first else max(snapshot.water_level, snapshot.residents)
     room = snapshot.capacity - cell.slots
     if level > room:
         return _refused(cell, "train", f"level {level} > {room} slots without {cell.cell_id}")
-    work = snapshot.pending_microsteps + snapshot.ready_groups
-    if work < len(snapshot.training) + 1:
-        return _refused(cell, "train", f"{work} micro-steps keep {len(snapshot.training)} cells busy already")
+    trainers, work = len(snapshot.training), snapshot.work
+    if work < trainers + 1:
+        return _refused(cell, "train", f"{work} micro-steps keep {trainers} cells busy already")
+    if (reason := _not_yet(snapshot)) is not None:
+        return _refused(cell, "train", reason)
     return _moved(cell, "train", f"level {level} <= {room} slots that stay; {work} micro-steps pending")
 
 
@@ -220,6 +243,53 @@ def async_off1(snapshot: Snapshot) -> Plan:
     """The fixed split with a batch barrier: training starts when every group of the step is ready."""
     whole = snapshot.ready_groups >= snapshot.untrained_groups or snapshot.pending_microsteps > 0
     return replace(async_stream(snapshot), claim=whole)
+
+
+def _not_yet(snapshot: Snapshot) -> str | None:
+    """Why the next cell had better serve for longer; None when it had not, or when too little is known to say."""
+    serving, trainers = len(snapshot.serving), len(snapshot.training)
+    slower = snapshot.token_time_s(serving - 1) / snapshot.token_time_s(serving) - 1 if serving > 1 else 1.0
+    if snapshot.due == 0 or slower <= SERVE_GAIN or snapshot.microstep_s <= 0:
+        return None
+    backlog_s = snapshot.work * snapshot.microstep_s
+    if backlog_s / (trainers + 1) < MIN_BACKLOG_S:
+        return f"{backlog_s:.0f} s of training do not pay for a move yet"
+    left_s = backlog_s + snapshot.ungraded_groups * snapshot.group_microsteps * snapshot.microstep_s
+    if trainers and left_s / trainers < snapshot.tail_s:
+        return f"{trainers} cells train {left_s:.0f} s of work within the {snapshot.tail_s:.0f} s of the last rollouts"
+    return None
+
+
+def _back_to_serving(snapshot: Snapshot) -> Plan | None:
+    """The last training cell back, when nothing is there to train and rollouts gain by it."""
+    if not snapshot.training or snapshot.work > 0:
+        return None
+    cell = snapshot.training[-1]
+    queue, free = snapshot.water_level - snapshot.residents, snapshot.capacity - snapshot.residents
+    if queue > free:
+        return _moved(cell, "rollout", f"nothing to train; {queue} rollouts wait, {free} slots free")
+    serving = len(snapshot.serving)
+    faster = 1 - snapshot.token_time_s(serving + 1) / snapshot.token_time_s(serving) if serving else 0.0
+    if faster <= SERVE_GAIN:
+        return None
+    rest_s = cell.moved_s + DWELL_S - snapshot.now_s
+    if rest_s > 0:
+        return replace(_refused(cell, "rollout", f"moved less than {DWELL_S:.0f} s ago"), wake_after_s=rest_s)
+    return _moved(cell, "rollout", f"nothing to train; one more cell samples {faster:.0%} faster")
+
+
+def _ends(snapshot: Snapshot, training_first: bool) -> bool:
+    """Whether the last training cell returns at a burst's end."""
+    if not snapshot.training:
+        return True
+    work_s = snapshot.next_ready_groups * snapshot.group_microsteps * snapshot.microstep_s
+    fits = training_first or snapshot.water_level + snapshot.pending_dispatch <= snapshot.capacity
+    return not (fits and snapshot.serving and work_s >= MIN_BACKLOG_S * len(snapshot.training))
+
+
+def _stays(snapshot: Snapshot) -> Plan:
+    reason = f"{snapshot.next_ready_groups} groups of the next batch are ready"
+    return _refused(snapshot.training[-1], "rollout", reason)
 
 
 def _end_of_burst(snapshot: Snapshot) -> Plan:

@@ -113,6 +113,8 @@ def make_snapshot(world: World) -> Snapshot:
         staleness=world.scenario.staleness,
         tail_ratio=estimates.tail_ratio,
         due_rollouts=world.due if opened else 0,
+        group_microsteps=costs.micro_steps,
+        ungraded_groups=len(world.groups.get(world.step, ())) if opened else 0,
         now_s=world.now_s,
         token_s=costs.alpha_s,
         token_load_s=estimates.token_load_s,

@@ -29,6 +29,7 @@ from gyre_core.sim.parts import Cell, Group, MicroStep, Queue, Rollout
 from gyre_core.sim.result import Result
 from gyre_core.sim.view import Estimates, make_result, make_snapshot
 
+SMALLEST_PIECE = 8  # a micro-step is cut into no more pieces than about this
 ROLLOUT, DRAINING, TRAINING = CellState.ROLLOUT, CellState.DRAINING, CellState.TRAINING
 RETURNING, DEAD = CellState.RETURNING, CellState.DEAD
 
@@ -84,6 +85,7 @@ class World:
         self.groups: dict[int, dict[Group, None]] = {}  # step -> groups with rollouts that run
         self.due = 0
         self.graded: dict[int, list[Group]] = {}  # of later steps
+        self.sizes: dict[int, int] = {}  # groups of later steps
         self.ready: list[Group] = []
         self.micro: deque[MicroStep] = deque()
         self.left = 0  # groups of the open step that are not trained
@@ -144,6 +146,7 @@ class World:
             self.versions[self.next_batch] = self.version
             self.groups[self.next_batch] = dict.fromkeys(groups)
             self.graded[self.next_batch] = []
+            self.sizes[self.next_batch] = len(groups)
             for group in groups:
                 key = self.admission(group.step, group.draw.predicted)
                 for draw in group.draw.rollouts:
@@ -284,7 +287,7 @@ class World:
         if self.step >= self.scenario.steps:
             return
         self.ready = self.graded.pop(self.step)
-        self.left = self.untrained = self.scenario.workload.groups
+        self.left = self.untrained = self.sizes.pop(self.step)
         self.due = sum(group.open for group in self.groups[self.step])
         self.changed = True
 
@@ -333,7 +336,8 @@ class World:
         item = self.micro.popleft()
         if trainers > 1 and len(self.micro) < 2 * trainers and self.due == 0:
             total = item.seconds + sum(other.seconds for other in self.micro)
-            target = max(total / (2 * trainers), 4 * self.costs.micro_overhead_s)
+            whole_s = item.group.draw.train_tokens / self.train_rate / self.costs.micro_steps
+            target = max(total / (2 * trainers), 4 * self.costs.micro_overhead_s, whole_s / SMALLEST_PIECE)
             if item.seconds > 2 * target:
                 rest = MicroStep(item.group, item.seconds - target + self.costs.micro_overhead_s)
                 self.micro.appendleft(rest)

@@ -61,7 +61,7 @@ class Postgres:
 
     def ready(self) -> bool:
         """Whether it takes queries; while it recovers from a crash it takes connections alone."""
-        return self._run("pg_isready").returncode == 0
+        return self._run("pg_isready", "-d", "postgres").returncode == 0
 
     def create_database(self, name: str) -> None:
         """Make a database where there is none of that name; raises SetupError."""

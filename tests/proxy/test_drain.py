@@ -303,3 +303,15 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+async def test_call_that_two_tries_gave_nothing_lets_the_others_go_first(model_path: Path) -> None:
+    engine = fake_engine("a", "b")
+    engine.fail_next(503, 503)
+    async with running_proxy(model_path, {ONE: engine}) as proxy:
+        await proxy.engines(ONE, slots=1)
+        harness = await proxy.open()
+        unlucky = asyncio.create_task(harness.messages(user("unlucky")))
+        await proxy.until(in_flight=1)
+        other = asyncio.create_task(harness.messages(user("other")))
+        assert [(await call).json()["content"][0]["text"] for call in (other, unlucky)] == ["a", "b"]

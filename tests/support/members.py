@@ -105,9 +105,11 @@ def counting_hub(
 
 
 @contextmanager
-def satellite_thread(name: str, url: str, replica: CountingReplica) -> Iterator[Satellite]:
-    """A satellite of this process, stopped at the end."""
-    stop = threading.Event()
+def satellite_thread(
+    name: str, url: str, replica: CountingReplica, *, stop: threading.Event | None = None
+) -> Iterator[Satellite]:
+    """A satellite of this process, stopped at the end, or by `stop` before; its memory goes at the end."""
+    stop = stop or threading.Event()
     with (
         QueueClient(url, SECRET, wait_s=0.3) as client,
         SharedMemoryBuffer(flat_bytes(replica.gradients())) as buffer,

@@ -1,6 +1,8 @@
 """Core and satellites of one step over real HTTP and real shared memory; the model is a counter with exact sums."""
 
+import json
 import random
+import socket
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,12 +15,13 @@ import torch
 
 from gyre_core.cells.members import HubSettings, MemberHub
 from gyre_core.errors import TrainError, TransferError
+from gyre_core.train.members import Satellite
 from gyre_core.train.queue import CutOffError
 from gyre_core.train.queue_client import CoreUnreachableError, MemberWork, QueueClient
 from gyre_core.train.queue_rates import LeaseRule
 from gyre_core.train.queue_records import QueueRules, StaleStepError, StepAccount
 from gyre_core.train.queue_step import StepQueue
-from gyre_core.transfer.gradients import BufferOffer, flatten
+from gyre_core.transfer.gradients import BufferOffer, flat_bytes, flatten
 from gyre_core.transfer.shared_memory import SharedMemoryBuffer, SharedMemoryReader
 from gyre_core.types import TrainingBranch
 from tests.support.members import (
@@ -326,6 +329,116 @@ def test_members_core_restart_keeps_what_satellites_did(tmp_path: Path) -> None:
             assert satellite.num_computed == 6
             assert len(set(account.taken.values())) == 1
             assert torch.equal(again.weight, target_counts(groups))
+
+
+def test_members_leave_and_come_back_in_one_step_and_the_core_that_dies_then_takes_both(tmp_path: Path) -> None:
+    core, satellite = CountingReplica(), CountingReplica()
+    groups = [group(f"g{index}", rollouts=2) for index in range(3)]
+    with ExitStack() as stack:
+        first = stack.enter_context(counting_hub(tmp_path, core))
+        port = int(first.url.rsplit(":", 1)[1])
+        queue = first.open_step(0, RULES)
+        peer = stack.enter_context(client(first))
+        buffers = [stack.enter_context(SharedMemoryBuffer(flat_bytes(satellite.gradients()))) for _ in range(2)]
+        made = iter(buffers[1:])
+        member = Satellite("cell-1", peer, satellite, buffers[0], SharedMemoryReader(), make_buffer=lambda: next(made))
+        for count, branches in enumerate(groups[:2], start=1):
+            queue.add_group(branches[0].group_id, branches)
+            stop = threading.Event()
+            satellite.before = lambda _, stop=stop: stop.set()  # told to leave in the middle of a micro-step
+            member.run(stop)
+            assert (member.counts["left"], member.counts["micro_steps"]) == (count, count)
+        queue.add_group("g2", groups[2])
+        takes = queue.owner_next()
+        assert isinstance(takes, tuple) and len(takes) == 2
+        first.close()
+        until(lambda: not first._thread.is_alive())
+        again = CountingReplica()
+        with counting_hub(tmp_path, again, port=port) as second:
+            queue = second.open_step(0, RULES)
+            queue.seal()
+            account = run(second, queue, again)
+            assert (again.num_computed, account.requeued) == (len(account.groups["g2"]), 0)
+            assert not any("cell-1" in session for session in account.cut_off)
+            assert [part.owner for part in account.sums] == [False, False, True]
+            assert torch.equal(again.weight, target_counts(groups))
+
+
+def test_members_that_leave_while_the_core_is_dead_go_after_their_limit_and_their_work_is_done_again(
+    tmp_path: Path,
+) -> None:
+    core, satellite = CountingReplica(), CountingReplica()
+    with ExitStack() as stack:
+        first = stack.enter_context(counting_hub(tmp_path, core))
+        port = int(first.url.rsplit(":", 1)[1])
+        queue = first.open_step(0, RULES)
+        queue.add_group("g0", group("g0"))
+        peer = stack.enter_context(client(first))
+        buffer = stack.enter_context(SharedMemoryBuffer(flat_bytes(satellite.gradients())))
+        member = Satellite("cell-1", peer, satellite, buffer, SharedMemoryReader(), leave_limit_s=0.2)
+        stop = threading.Event()
+
+        def die(_: Sequence[TrainingBranch]) -> None:
+            first.close()
+            stop.set()
+
+        satellite.before = die
+        member.run(stop)
+        assert (member.counts["left"], float(satellite.sums.sum())) == (0, 0.0)
+        again = CountingReplica()
+        rules = QueueRules(micro_step_tokens=16, lease=LeaseRule(min_s=0.3, slack=0.0), silence_s=0.3)
+        with counting_hub(tmp_path, again, port=port) as second:
+            queue = second.open_step(0, rules)
+            queue.seal()
+            account = run(second, queue, again)
+            assert len(account.cut_off) == 1
+            assert torch.equal(again.weight, target_counts([group("g0")]))
+
+
+def presence(hub: MemberHub, name: str) -> socket.socket:
+    """A member's standing connection, which its process's end closes."""
+    body = json.dumps({"trainer": name})
+    head = f"POST /members/presence HTTP/1.1\r\nhost: core\r\nauthorization: Bearer {SECRET}\r\n"
+    connection = socket.create_connection(("127.0.0.1", int(hub.url.rsplit(":", 1)[1])))
+    connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    return connection
+
+
+def test_members_process_that_ends_is_cut_off_when_its_connection_breaks(tmp_path: Path) -> None:
+    """Long before its lease ends; one whose connection comes back at once is not."""
+    with counting_hub(tmp_path) as hub, client(hub) as peer, ExitStack() as stack:
+        queue = hub.open_step(0, RULES)
+        queue.add_group("g0", group("g0", rollouts=4))
+        sessions = {name: joined(hub, peer, name) for name in ("cell-1", "cell-2")}
+        for session in sessions.values():
+            claimed(peer, session)
+        connections = {name: stack.enter_context(presence(hub, name)) for name in sessions}
+        until(lambda: all(hub.board.present(name, 0) for name in sessions))
+        stack.enter_context(presence(hub, "cell-2"))
+        until(lambda: hub.board._present["cell-2"] == 2)
+        for connection in connections.values():
+            connection.close()
+        until(lambda: queue.status()["cut_off"], 10.0)
+        assert queue.status()["cut_off"] == [sessions["cell-1"]]
+        assert hub.board.present("cell-2", 0)
+        queue.abort("enough")
+
+
+def test_leave_ends_requests_that_wait(tmp_path: Path) -> None:
+    with counting_hub(tmp_path) as hub, QueueClient(hub.url, SECRET, wait_s=15.0) as peer, client(hub) as other:
+        version, weights = hold(hub)
+        found: list[Any] = []
+        for request in (
+            lambda: peer.join("cell-1", policy_version=version, weights=weights),
+            lambda: peer.weights(version, weights, trainer="cell-1"),
+        ):
+            waiting = threading.Thread(target=lambda request=request: found.append(request()))
+            waiting.start()
+            until(lambda: not hub.board.leaves("cell-1") and hub.board._listeners)
+            other.leave("cell-1")
+            waiting.join(5.0)
+            assert not waiting.is_alive()
+        assert found == [None, None]
 
 
 def test_service_refuses_strangers_and_nonsense(tmp_path: Path) -> None:
