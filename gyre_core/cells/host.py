@@ -305,7 +305,6 @@ class CellHost(CellTrainer):
             policy_version=settings.policy_version,
             remote_weights=settings.transfer.backend != "local",
             kv_store=settings.kv_store,
-            host=settings.host,
         )
         self._engine.start()
         self._memory_released = False

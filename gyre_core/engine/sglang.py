@@ -2,8 +2,8 @@
 
 Enters: EngineConfig and a model folder. Leaves: a server, on 127.0.0.1 by default, that is ready for calls, or an
 EngineError with the telling lines of its log and what to do. Invariants: the server's processes die with the process
-that started it, however that ends (engine/guard.py), also in the middle of booting; `stop` returns when they are gone. A server asks
-every request for its random key (engine/serve.py): agents share the machine's network.
+that started it, however that ends (engine/guard.py), also in the middle of booting; `stop` returns when they are gone.
+A server asks every request for its random key (engine/serve.py): agents share the machine's network.
 """
 
 import logging
