@@ -53,7 +53,8 @@ class CellHost(CellTrainer):
         self._publisher: WeightPublisher | None = None
         self._role_lock = asyncio.Lock()
         self._last_role: tuple[str, int] | None = None  # what was asked for last, and answered
-        self._phases: dict[str, float] = {}  # of the last role change
+        self._phases: dict[str, float] = {}  # seconds of the last role change
+        self._role_s = 0.0
         self._published: int | None = None
         self._memory_released = False  # of the engine's KV pool, while the trainer has it
         self._published_weights = ""  # a satellite: checksum of the core's snapshot that the engine serves
@@ -102,7 +103,7 @@ class CellHost(CellTrainer):
             raise ValueError(f"role {to!r}: use drain, train or rollout")
         async with self._role_lock:
             if (to, epoch) == self._last_role and self.status.state is _TARGETS[to]:
-                return {**self.describe(), "phases": dict(self._phases), "seconds": sum(self._phases.values())}
+                return {**self.describe(), "phases": dict(self._phases), "seconds": self._role_s}
             again = to == "rollout" and self.status.state is CellState.RETURNING and (to, epoch) == self._last_role
             if epoch != self.status.epoch and not again:
                 raise StaleEpochError(
@@ -119,9 +120,9 @@ class CellHost(CellTrainer):
                 self._last_role = (to, epoch)
                 await self._to_rollout(policy_version)
             self._last_role = (to, epoch)
-            seconds = time.monotonic() - started
+            self._role_s = time.monotonic() - started
             logger.info("%s is in %s, epoch %d: %s", self.settings.cell_id, to, self.status.epoch, self._phases)
-            return {**self.describe(), "phases": dict(self._phases), "seconds": seconds}
+            return {**self.describe(), "phases": dict(self._phases), "seconds": self._role_s}
 
     async def _to_training(self) -> None:
         draining = self.status
@@ -305,6 +306,7 @@ class CellHost(CellTrainer):
             policy_version=settings.policy_version,
             remote_weights=settings.transfer.backend != "local",
             kv_store=settings.kv_store,
+            host=settings.host,
         )
         self._engine.start()
         self._memory_released = False

@@ -171,6 +171,7 @@ class Satellite:
         self._made: list[OfferedBuffer] = []
         self._give_up_s: float | None = None
         self._held: str | None = None  # checksum of the weights
+        self._stale = False  # the core has said that it trains others
         self.version = -1  # of the weights; -1 before the first pull
         self.session: str | None = None  # while it works in a step
         self.counts = {"micro_steps": 0, "failed": 0, "cut_off": 0, "handed_over": 0, "pulls": 0, "left": 0}
@@ -180,7 +181,7 @@ class Satellite:
         self._give_up_s = None
         while not stop.is_set():
             try:
-                if self._held is None:
+                if self._held is None or self._stale:
                     self._pull_weights(stop)
                     continue
                 session = self._client.join(self.name, policy_version=self.version, weights=self._held)
@@ -188,7 +189,7 @@ class Satellite:
                     self._work(session, stop)
             except StaleStepError as error:
                 logger.info("%s: %s", self.name, error)
-                self._pull_weights(stop)
+                self._stale = True
             except CoreUnreachableError as error:
                 logger.warning("%s: %s", self.name, error)
                 stop.wait(_RETRY_S)
@@ -220,7 +221,8 @@ class Satellite:
             buffer.close()
 
     def _pull_weights(self, stop: threading.Event) -> None:
-        found = self._again(lambda: self._client.weights(self.version, self._held, trainer=self.name), stop)
+        found = self._client.weights(self.version, self._held, trainer=self.name)
+        self._stale = False  # if they are stale all the same, the core says it again
         if found is None:
             return
         try:
