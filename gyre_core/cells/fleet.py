@@ -249,6 +249,7 @@ class CellFleet:
         self._stopping.set()
         with ThreadPoolExecutor(max_workers=len(self._cells)) as pool:
             list(pool.map(lambda cell: cell.stop(), self._cells))
+        self._board.close()
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gyre_core.cells.fleet_cell import ManagedCell, status_of
-from gyre_core.cells.fleet_proxies import Drained, EngineBoard
+from gyre_core.cells.fleet_proxies import EngineBoard
 from gyre_core.cells.fleet_records import CellLostError, CellRefresh, MoveReport
 from gyre_core.clock import Clock
 from gyre_core.errors import GyreError, ProxyError
+from gyre_core.proxy.drains import DrainReport
 from gyre_core.scheduler.cell import CellState
 from gyre_core.scheduler.policy import Move
 
@@ -36,7 +37,7 @@ class _Course:
     moved: int = 0
     partial_tokens: int = 0
 
-    def count(self, drained: Drained) -> None:
+    def count(self, drained: DrainReport) -> None:
         self.moved += drained.moved
         self.partial_tokens += drained.partial_tokens
 

@@ -8,32 +8,24 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from gyre_core.errors import ProxyError
+from gyre_core.proxy.drains import DrainReport
 from gyre_core.proxy.pool import ProxyPool, Shards
 from gyre_core.proxy.settings import EngineEntry
-from gyre_core.types import Json
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drained:
-    """What became of an engine's calls. Example: Drained(moved=3, partial_tokens=412, left=0)"""
-
-    moved: int
-    partial_tokens: int  # sampled before, kept
-    left: int  # still on it when time was over
+_LOOK_S = 10.0  # for a status, which policies wait for
 
 
 class EngineBoard:
-    """Tells the proxies. Thread-safe.
+    """Tells the proxies, over one pool on an event loop of its own. Thread-safe; close it at the end.
 
-    Example: board = EngineBoard(shards, entries=lambda: [entry], version=lambda: 3); board.tell()
+    Example: board = EngineBoard(shards, entries=lambda: [entry], version=lambda: 3); board.open()
     """
 
     def __init__(
@@ -42,8 +34,14 @@ class EngineBoard:
         self._shards = shards
         self._entries = entries
         self._version = version
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while the list is made and told: the last told is the newest
         self._open = False
+        self._residents: dict[str, int] = {}
+        self._pool: ProxyPool | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._life = threading.Lock()
+        self._closed = False
 
     def open(self) -> None:
         """From now on the list is told; before, cells may come and go unheard. Raises ProxyError."""
@@ -63,33 +61,64 @@ class EngineBoard:
                 except ProxyError as error:
                     logger.warning("not every proxy was told which engines take calls: %s", error)
 
-    def drain(self, url: str, *, timeout_s: float) -> Drained:
+    def drain(self, url: str, *, timeout_s: float) -> DrainReport:
         """No new calls for this engine; those in flight are moved. Returns when none is left or time is over.
 
         Raises ProxyError.
         """
-        result = self._run(lambda pool: pool.drain(url, timeout_s=timeout_s), timeout_s=timeout_s + 60.0)
-        return Drained(moved=result.moved, partial_tokens=result.partial_tokens, left=result.left)
+        return self._run(lambda pool: pool.drain(url, timeout_s=timeout_s))
 
     def residents(self) -> dict[str, int]:
-        """Open sessions by the engine that served them last; none known when a proxy does not answer."""
+        """Open sessions by the engine that served them last; as last known when a proxy does not answer."""
         try:
-            status: Json = self._run(lambda pool: pool.status(), timeout_s=10.0)
-        except ProxyError:
-            return {}
-        return {engine["url"]: int(engine.get("residents", engine["busy"])) for engine in status["engines"]}
+            status = self._run(lambda pool: asyncio.wait_for(pool.status(), _LOOK_S))
+            self._residents = {engine["url"]: int(engine["residents"]) for engine in status["engines"]}
+        except (ProxyError, TimeoutError) as error:
+            logger.info("the proxies do not say where sessions are: %r", error)
+        return self._residents
+
+    def close(self) -> None:
+        """Close the connections. May be repeated."""
+        with self._life:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is not None and thread is not None:
+            asyncio.run_coroutine_threadsafe(self._aclose(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
 
     def _tell(self) -> None:
         self._run(lambda pool: pool.set_engines(self._entries(), self._version()))
 
-    def _run(self, work: Callable[[Any], Coroutine[Any, Any, T]], *, timeout_s: float = 60.0) -> T:
-        async def with_pool() -> T:
-            async with ProxyPool(self._shards, timeout_s=timeout_s) as pool:
-                return await work(pool)
+    def _run(self, work: Callable[[ProxyPool], Coroutine[Any, Any, T]]) -> T:
+        """Raises ProxyError."""
+
+        async def on_loop() -> T:
+            if self._pool is None:
+                self._pool = ProxyPool(self._shards)
+            return await work(self._pool)
 
         try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(with_pool())
-        with ThreadPoolExecutor(max_workers=1) as thread:  # a flow may call from a thread that has a loop
-            return thread.submit(lambda: asyncio.run(with_pool())).result()
+            return asyncio.run_coroutine_threadsafe(on_loop(), self._running_loop()).result()
+        except CancelledError as error:
+            raise ProxyError("the fleet is closed") from error
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._life:
+            if self._closed:
+                raise ProxyError("the fleet is closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="fleet-proxies", daemon=True)
+                self._thread.start()
+            return self._loop
+
+    async def _aclose(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._pool is not None:
+            await self._pool.aclose()

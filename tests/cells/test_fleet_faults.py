@@ -89,7 +89,7 @@ class Scene:
             running = in_thread(change)
             self.cells.blocked(cell_id, phase)
         self.cells.signal(cell_id, number)
-        until(lambda: [event for event in self.cells.event("cell_restarted") if event["cell"] == cell_id])
+        until(lambda: [event for event in self.cells.event("cell_restarted") if event["cell"] == cell_id], 60.0)
         assert [event["cell"] for event in self.cells.event("cell_dead")] == [cell_id]
         if running is not None:
             running.result(30)
@@ -117,7 +117,7 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path, shards: Shards, request: pytest.FixtureRequest) -> Iterator[Scene]:
     stopped = "-stop" in request.node.name
-    with fast_fleet(tmp_path, shards, dead_after_s=2.5 if stopped else 15.0) as fleet:
+    with fast_fleet(tmp_path, shards, dead_after_s=5.0 if stopped else 30.0) as fleet:
         yield Scene(fleet)
 
 

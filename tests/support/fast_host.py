@@ -97,6 +97,7 @@ class FastServer(FakeEngineServer):
     """What a host asks of an SGLangServer."""
 
     alive = True
+    shares_memory = False  # with the trainer
 
     def wait_ready(self, timeout_s: float | None = None) -> float:
         return 0.0

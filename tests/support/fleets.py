@@ -200,7 +200,7 @@ def fast_fleet(
     *,
     cells: int = 3,
     restarts: int = 20,
-    dead_after_s: float = 15.0,
+    dead_after_s: float = 30.0,
     port: int = 0,
     **scheduler: Any,
 ) -> Iterator[FleetUnderTest]:
