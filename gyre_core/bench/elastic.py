@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gyre_core.bench.elastic_run import (
+    FREE,
     HEADER,
     EmulatedRun,
     cpu_share,
@@ -36,7 +37,6 @@ from gyre_core.sim.presets import PRESETS
 from gyre_core.sim.world import simulate
 
 POLICIES = ("elastic", "elastic_predictive", "async_off1", "async_stream", "colocate")
-FREE = 1e7  # compression of the run in which nothing takes time
 PROBLEMS = 64
 _SPREAD_SIGMA = 0.3  # of what is foreseen of a problem's length, as in the simulator
 

@@ -7,6 +7,7 @@ proxies, cells and store are those of any other.
 
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -26,7 +27,9 @@ from gyre_core.process import ChildProcess, log_tail, python_command
 from gyre_core.rollout.emulated import API_KEY, BASE_URL
 from gyre_core.store import Store
 
+FREE = 1e7  # compression at which nothing takes time
 _SAMPLE_S = 2.0
+_NO_LIMIT_S = 86400.0  # wall seconds
 _KINDS = (("gyre_core.cells", "cells"), ("gyre_core.proxy", "proxy"), ("prefect", "Prefect server"))
 
 
@@ -80,7 +83,8 @@ def run_config(
     workload, cluster = scaled.scenario.workload, scaled.scenario.cluster
     emulation = scaled.emulation.model_copy(update={"compression": compression})
     context = max(256, scaled.context_tokens)
-    limit_s = min(workload.limit_s, 30 * 86400.0) / compression
+    limited = math.isfinite(workload.limit_s) and compression < FREE
+    limit_s = workload.limit_s / compression if limited else _NO_LIMIT_S
     rollouts = cluster.slots * cluster.cells
     return {
         "name": name,
@@ -115,7 +119,7 @@ def run_config(
         },
         "engine": {"max_total_tokens": 2 * context, "call_timeout_s": 86400.0},
         "transfer": {"backend": "local"},
-        "proxy": {"journal_sync": "session"},
+        "proxy": {"journal_sync": "session", "role_tables": [{"harness": "emulated"}]},
         "prefect": {"port": 0},
         "emulate": emulation.model_dump(),
     }
@@ -137,8 +141,12 @@ def to_toml(tree: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def _value(value: object) -> str:
-    if isinstance(value, float) and value != value:
-        raise ValueError("a configuration holds no NaN")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"a configuration holds no {value}")
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_value(one)}' for key, one in value.items())} }}"
     return json.dumps(value)
 
 
@@ -180,7 +188,7 @@ def read_run(folder: Path, config: Mapping[str, Any], watch: "ProcessWatch") -> 
     ]
     cell_s = wall_s * compression * len(accounts)
     decisions = [decision for step in steps for decision in step.extra.get("decisions", [])]
-    outcomes = [decision.get("outcome") or {} for decision in decisions if decision["moves"]]
+    outcomes = [outcome for decision in decisions for outcome in decision["outcomes"]]
     return EmulatedRun(
         policy=str(config["scheduler"]["policy"]),
         train_cells=int(config["scheduler"]["train_cells"]),
