@@ -133,6 +133,8 @@ class QueueClient:
             raise CoreUnreachableError(f"the core at {self.url} does not answer {verb}: {error!r}") from error
         if reply.status_code < 400:
             return reply
+        if reply.status_code == 503:
+            raise CoreUnreachableError(f"{verb}: the core at {self.url} is not ready: {reply.text[:200]}")
         try:
             data = reply.json()
         except ValueError:

@@ -10,7 +10,8 @@
 
 Enters: requests with the bearer secret. Leaves: answers of the step's queue. 204 means: nothing yet, ask again. 409
 means: clear the gradient; the body's `kind` says whether to join again (CutOffError) or to pull the weights first
-(StaleStepError). A request that waits counts as a sign of life while its connection stands.
+(StaleStepError). 503 means: the core was started anew and has not opened its step yet, keep the gradient and ask again.
+A request that waits counts as a sign of life while its connection stands.
 """
 
 import asyncio
@@ -157,6 +158,8 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
                 return Response(status_code=400)
             except (CutOffError, StaleStepError) as error:
                 return _error(409, error)
+            except _NotOpenError as error:
+                return _error(503, error)
             except (ValueError, KeyError, TypeError) as error:
                 logger.warning("%s refused: %r", request.url.path, error)
                 return _error(400, error)
@@ -201,6 +204,8 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
         session = str(body["session"])
 
         def claimed() -> Response | None:
+            if board.queue is None:  # the core was started anew, and opens its step soon
+                return None
             found = _step(board).claim(session)
             if isinstance(found, Work):
                 lease = {"micro_step": found.lease.micro_step_id, "attempt": found.lease.attempt}
@@ -253,6 +258,10 @@ def member_routes(board: MemberBoard, secret: str) -> list[Route]:
 def create_member_app(board: MemberBoard, secret: str) -> Starlette:
     """The routes as an application of their own."""
     return Starlette(routes=member_routes(board, secret))
+
+
+class _NotOpenError(GyreError):
+    """This core has opened no step since it was started: a session of before may be known once it has."""
 
 
 class _Presence(Response):
@@ -313,7 +322,7 @@ async def _until(
 def _step(board: MemberBoard) -> StepQueue:
     queue = board.queue
     if queue is None:
-        raise StaleStepError("no step is running")
+        raise _NotOpenError("no step was opened yet")
     return queue
 
 

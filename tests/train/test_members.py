@@ -320,6 +320,7 @@ def test_members_core_restart_keeps_what_satellites_did(tmp_path: Path) -> None:
         until(lambda: not first._thread.is_alive())
         again = CountingReplica()
         with counting_hub(tmp_path, again, port=port) as second:
+            until(lambda: second.board._listeners)  # it asks before the step is open again, and keeps its gradient
             queue = second.open_step(0, RULES)
             assert all(queue.has_group(branches[0].group_id) for branches in groups)
             queue.seal()
