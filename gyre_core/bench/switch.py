@@ -26,6 +26,8 @@ from gyre_core.bench.switch_cells import (
     BOOT_TIMEOUT_S,
     Cells,
     LiveCall,
+    cpu_seconds,
+    memory_mb,
     prompts,
     running_cells,
     training_batch,
@@ -85,6 +87,13 @@ def bench_switch(*, calls: int, rounds: int, max_tokens: int, report: Report = l
         "without_kv_store": {
             f"{direction}_s": _mean(scenarios["none"].seconds[direction]) for direction in DIRECTIONS.values()
         },
+        "engine_cost": {
+            name: {
+                "cpu_s_per_1k_tokens": scenarios[kv_store].cpu_s_per_1k_tokens,
+                "memory_mb": scenarios[kv_store].engine_memory_mb,
+            }
+            for name, kv_store in (("with_kv_store", "mooncake"), ("without_kv_store", "none"))
+        },
         "published": PUBLISHED,
     }
     result["goal_met"] = bool(
@@ -111,14 +120,28 @@ class _Scenario:
         self.calls_moved = 0
         self.calls_lost = 0
         self.num_calls = 0
+        self.cpu_s_per_1k_tokens = 0.0  # of both engines, prompts included
+        self.engine_memory_mb = 0  # of one engine
 
     async def rounds(self, count: int) -> None:
         """Measure, then compare every call with itself unmoved."""
         async with ProxyPool(self._cells.shards) as pool:
+            await self._measure_engines(pool)
             for index in range(count):
                 await self._leave_with_calls(pool, index)
                 await self._train_and_return(pool, index)
             await self._compare(pool)
+
+    async def _measure_engines(self, pool: ProxyPool) -> None:
+        """What calls that do not move cost; the first ones warm the engines up."""
+        for tag in ("warm", "cost"):
+            processes = self._cells.engine_processes()
+            before = cpu_seconds(processes)
+            texts = prompts(tag, self._calls, PROMPT_CHARS)
+            made = await asyncio.gather(*(self._cells.call(pool, text, max_tokens=self._max_tokens) for text in texts))
+            tokens = sum(len(call.output_ids) for call in made)
+            self.cpu_s_per_1k_tokens = round(1000 * (cpu_seconds(processes) - before) / tokens, 3)
+            self.engine_memory_mb = round(memory_mb(processes) / 2)
 
     async def _leave_with_calls(self, pool: ProxyPool, index: int) -> None:
         texts = prompts(f"move-{index}", self._calls, PROMPT_CHARS)
@@ -210,6 +233,11 @@ def switch_lines(result: dict[str, Any]) -> list[str]:
         f"computed anew by a moved call, of {result['moved_context_tokens']:.0f} tokens: "
         f"{recomputed['with_kv_store']:.1f} with the KV store (a page has {result['page_tokens']}), "
         f"{recomputed['without_kv_store']:.1f} without",
+        *(
+            f"engine {name.replace('_', ' ')}: {cost['cpu_s_per_1k_tokens']:.2f} processor seconds for 1,000 sampled "
+            f"tokens, {cost['memory_mb']} MB"
+            for name, cost in result["engine_cost"].items()
+        ),
     ]
     return lines
 

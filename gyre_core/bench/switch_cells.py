@@ -8,12 +8,13 @@ import asyncio
 import contextlib
 import json
 import sysconfig
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from gyre_core.bench.proxy_history import Corpus
 from gyre_core.bench.tree_train import TreeTrainSize, synthetic_forest, write_random_qwen3
@@ -159,6 +160,11 @@ class Cells:
         finally:
             await pool.delete(session.session_id)
 
+    def engine_processes(self) -> list[psutil.Process]:
+        """All processes of all engines; the trainers are the hosts themselves."""
+        hosts = [psutil.Process(pid) for pid in self.fleet.pids.values() if pid is not None]
+        return [child for host in hosts for child in host.children(recursive=True)]
+
     @contextlib.asynccontextmanager
     async def live_calls(
         self, pool: ProxyPool, texts: Sequence[str], *, max_tokens: int
@@ -184,6 +190,16 @@ class Cells:
         async with SGLangClient(url, vocab_size=self._vocab_size, api_key=key) as engine:
             params = SamplingParams(max_new_tokens=TICK_TOKENS, temperature=0.0)
             await engine.generate([_TICK_TOKEN], params, rid=f"tick-{new_secret()}", cache_salt="tick")
+
+
+def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
+    """Processor seconds that they have used."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def memory_mb(processes: Iterable[psutil.Process]) -> float:
+    """Memory that they hold, shared pages counted once; in 10^6 bytes."""
+    return sum(process.memory_full_info().pss for process in processes) / 1e6
 
 
 def read_call(trajectory: Trajectory, seconds: float) -> LiveCall:

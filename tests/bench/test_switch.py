@@ -46,6 +46,7 @@ def test_prompts_share_no_page_with_each_other() -> None:
 def test_model_never_prefers_the_end_of_its_turn(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     stop = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_end|>")
+    assert stop is not None
     head = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert head[stop].abs().max() == 0
     assert head[: stop // 2].abs().min(dim=0).values.max() > 0
@@ -70,12 +71,14 @@ def test_switch_lines_name_directions_phases_and_the_published_means() -> None:
         "tokens_recomputed": {"with_kv_store": 8.5, "without_kv_store": 700.0},
         "moved_context_tokens": 708.0,
         "page_tokens": 16,
+        "engine_cost": {"with_kv_store": {"cpu_s_per_1k_tokens": 4.2, "memory_mb": 900}},
     }
     text = "\n".join(switch_lines(result))
     assert "8 live calls, 4 moved, 0 lost" in text
     assert "0.500 s   (published 8.52 s)" in text
     assert "0.250 s   (published 3.46 s)" in text
     assert "of 708 tokens: 8.5 with the KV store (a page has 16), 700.0 without" in text
+    assert "engine with kv store: 4.20 processor seconds for 1,000 sampled tokens, 900 MB" in text
 
 
 @pytest.mark.parametrize(("calls", "rounds", "max_tokens"), [(1, 1, 64), (2, 0, 64), (2, 1, 31)])
