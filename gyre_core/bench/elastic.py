@@ -211,6 +211,8 @@ def row(run: EmulatedRun, *, bound_hours: float, simulated_hours: float) -> dict
             "training": round(run.training_share, 4),
             "switch": round(run.switch_share, 4),
             "idle": round(run.idle_share, 4),
+            "idle_training_role": round(run.idle_training_share, 4),
+            "idle_without_calls": round(max(0.0, run.idle_share - run.idle_training_share), 4),
         },
         "moves_per_step": round(run.moves / run.steps, 2),
         "calls_moved": run.calls_moved,

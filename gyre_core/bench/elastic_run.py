@@ -49,6 +49,7 @@ class EmulatedRun:
     serving_share: float  # of cell time: at least one call ran
     training_share: float  # a micro-step or the optimizer ran
     switch_share: float
+    idle_training_share: float  # in the training role without anything to train: groups, barrier, optimizer
     moves: int
     calls: int
     calls_moved: int
@@ -65,7 +66,7 @@ class EmulatedRun:
 
     @property
     def idle_share(self) -> float:
-        """Of cell time: neither calls nor training nor a switch."""
+        """Of cell time: neither calls nor training nor a switch; what is not `idle_training_share` has no calls."""
         return max(0.0, 1.0 - self.serving_share - self.training_share - self.switch_share)
 
 
@@ -199,6 +200,7 @@ def read_run(folder: Path, config: Mapping[str, Any], watch: "ProcessWatch") -> 
         serving_share=sum(account["serving_s"] for account in accounts) / cell_s,
         training_share=sum(account["training_s"] for account in accounts) / cell_s,
         switch_share=sum(account["switch_s"] for account in accounts) / cell_s,
+        idle_training_share=max(0.0, sum(a["training_role_s"] - a["training_s"] for a in accounts) / cell_s),
         moves=sum(not outcome.get("failed") for outcome in outcomes),
         calls=sum(account.get("calls", 0) for account in accounts),
         calls_moved=sum(int(outcome.get("calls_moved", 0)) for outcome in outcomes),

@@ -130,13 +130,17 @@ class EmulatedCellHost(CellHost):
         self._emulation: EmulationConfig = settings.emulate
         self._since_s = time.monotonic()
         self._switch_s = 0.0
+        self._trained_s = 0.0  # wall seconds in the training role, without the one that lasts
+        self._trains_since_s: float | None = None
 
     async def _to_training(self) -> None:
         await self._take(self._emulation.switch.to_train_s)
         await super()._to_training()
+        self._trains_since_s = time.monotonic()
 
     async def _to_rollout(self, policy_version: int | None) -> None:
         await super()._to_rollout(policy_version)
+        self._trained_s, self._trains_since_s = self._training_role_s(), None
         await self._take(self._emulation.switch.to_rollout_s)
         self._write_account()
 
@@ -161,6 +165,10 @@ class EmulatedCellHost(CellHost):
     def _open_trainer(self) -> Any:
         return EmulatedTrainer(self.settings.train, self._emulation)
 
+    def _training_role_s(self) -> float:
+        since_s = self._trains_since_s
+        return self._trained_s + (0.0 if since_s is None else time.monotonic() - since_s)
+
     def _write_account(self) -> None:
         """What this process did so far, on the cluster's clock; whole or absent."""
         engine, trainer = self._engine, self._trainer
@@ -169,6 +177,7 @@ class EmulatedCellHost(CellHost):
             "cell_id": self.settings.cell_id,
             "seconds": (time.monotonic() - self._since_s) * self._emulation.compression,
             "serving_s": emulated.busy_s if emulated is not None else 0.0,
+            "training_role_s": self._training_role_s() * self._emulation.compression,
             "training_s": getattr(trainer, "busy_s", 0.0),
             "switch_s": self._switch_s,
             "targets_trained": getattr(trainer, "targets_trained", 0),

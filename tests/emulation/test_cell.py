@@ -1,6 +1,7 @@
 """An emulated core and satellite behind the cell host's own verbs: roles, steps, publications and their times."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from gyre_core.bench.elastic_inputs import save_emulated_model
 from gyre_core.cells.emulated import EmulatedCellHost
 from gyre_core.cells.settings import CellSettings, MembersSettings
-from gyre_core.config.emulation import EmulationConfig, SwitchCosts, TrainCosts
+from gyre_core.config.emulation import EmulationConfig, SwitchCosts, TrainCosts, account_path
 from gyre_core.config.models import TrainConfig
 from gyre_core.scheduler.cell import StaleEpochError
 from gyre_core.transfer.branches import branches_to_ipc
@@ -69,4 +70,8 @@ async def test_core_and_satellite_share_a_step_and_serve_its_weights(tmp_path: P
     finally:
         await satellite.stop()
         await core.stop()
-    assert {path.name for path in (tmp_path / "emulated").glob("*.json")} == {"cell-0.json", "cell-1.json"}
+    accounts = [json.loads(account_path(tmp_path, name).read_text()) for name in ("cell-0", "cell-1")]
+    # 336 tokens at 0.1 s by both, ten seconds of the optimizer by the core
+    assert sum(account["training_s"] for account in accounts) == pytest.approx(4 * 84 * 0.1 + 10.0)
+    assert all(account["switch_s"] == 150.0 for account in accounts)
+    assert all(account["training_role_s"] > account["training_s"] for account in accounts)
