@@ -93,7 +93,7 @@ def cells_text(config: RunConfig) -> str:
 def hidden_folders(config: RunConfig, folder: RunFolder) -> list[Path]:
     """What no agent may see, should a path that it may see hold it: answers, other rollouts and runs, the weights."""
     runs = folder.path.parent
-    hidden = [folder.path, *(path.parent for path in runs.glob("*/run.json")), runs / "prefect"]
+    hidden = [folder.path, *(path.parent for path in runs.glob("*/run.json")), runs / "prefect", runs / "team"]
     hidden += [config.model.path, *folders_of(config.data.train)]
     if config.data.heldout is not None:
         hidden += folders_of(config.data.heldout)
