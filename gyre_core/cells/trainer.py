@@ -329,7 +329,14 @@ class CellTrainer:
             return
         self._pause.clear()
         self._job = asyncio.ensure_future(self._on_trainer_thread(lambda: run(self._pause)))
-        self._job.add_done_callback(_log_failure)
+        self._job.add_done_callback(self._job_done)
+
+    def _job_done(self, job: "asyncio.Future[None]") -> None:
+        """The thread is free. A step that was opened just before found it busy: begin with it now."""
+        if not job.cancelled() and (error := job.exception()) is not None:
+            logger.error("the trainer's thread stopped working: %r", error, exc_info=error)
+        elif not self._lock.locked():  # else the verb that interrupted it, or opens a step, goes on itself
+            self._go_on()
 
     async def _on_trainer_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -425,8 +432,3 @@ class CellTrainer:
         self._require_no_step()
         if policy_version != self.policy_version + 1:
             raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
-
-
-def _log_failure(job: "asyncio.Future[None]") -> None:
-    if not job.cancelled() and (error := job.exception()) is not None:
-        logger.error("the trainer's thread stopped working: %r", error, exc_info=error)

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from gyre_core.cells.host import CellHost
 from gyre_core.cells.settings import CellSettings, MembersSettings
 from gyre_core.errors import ConfigError
 from gyre_core.train.megatron.backend import MegatronTrainer
+from gyre_core.train.megatron.replica import ParallelReplica
 from gyre_core.train.packing import pack_for_training
 from gyre_core.transfer.branches import branches_to_ipc
 from tests.support.members import until
@@ -100,6 +102,16 @@ def test_parallel_cell_is_refused_beside_others(folder: Path, role: dict[str, An
     host = CellHost(settings(folder, **role))
     with pytest.raises(ConfigError, match=r"several cells need train\.tensor_parallel = 1"):
         host._build_trainer()
+
+
+def test_parallel_replica_deals_a_micro_step_out_to_all_copies() -> None:
+    branches = [branch for part in groups_of_step(0).values() for branch in part]
+    for copies in (1, 2, 3):
+        trainer: Any = SimpleNamespace(config=TRAIN.model_copy(update={"data_parallel": copies}))
+        parts = ParallelReplica(trainer)._packed(branches)
+        assert len(parts) >= copies
+        dealt = sorted((key.rollout_id, key.branch) for part in parts for key in part.branches)
+        assert dealt == sorted((branch.rollout_id, branch.branch) for branch in branches)
 
 
 def children_of(pid: int) -> list[int]:

@@ -213,6 +213,18 @@ async def test_role_core_that_returns_in_the_middle_of_a_step_keeps_its_sum(
         assert c.host.publisher.sums == [24.0]
 
 
+async def test_role_core_in_training_goes_from_step_to_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is opened as soon as the last one is answered, when the trainer's thread may not be free yet."""
+    async with cell(tmp_path, monkeypatch) as c:
+        await c.role("train", 0)
+        for step in range(40):
+            assert (await c.step(step))["policy_version"] == step + 1
+            if step % 2:
+                await c.call("/train/weights")  # what interrupts, and what does not
+        await c.call("/weights/refresh", {"policy_version": 40})
+        assert c.host.publisher.sums == [480.0]
+
+
 async def test_role_satellite_follows_leaves_and_serves_the_cores_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
