@@ -55,9 +55,14 @@ class Effort:
     timeout_s: float = 3600.0  # of one run
 
 
-QUICK = Effort(groups=3, steps=4, control_share=0.25)
-FULL = Effort(groups=8, steps=12)
+QUICK = Effort(groups=2, steps=4, control_share=0.3)
+FULL = Effort(groups=4, steps=8, control_share=0.15)
 CASES = ("terminal", "nl2repo-122b", "nl2repo-2.4t")  # with published numbers
+
+
+def default_cases() -> list[str]:
+    """The published cases that have a preset."""
+    return [name for name in CASES if name in PRESETS]
 
 
 def effort_of(

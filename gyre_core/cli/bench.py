@@ -166,11 +166,11 @@ def bench_elastic_command(
     as_json: JsonOption = False,
 ) -> None:
     """Emulated cells under the real control plane: every policy on the same work, beside the lower bound."""
-    from gyre_core.bench.elastic import CASES, bench_elastic, effort_of, elastic_lines
+    from gyre_core.bench.elastic import bench_elastic, default_cases, effort_of, elastic_lines
     from gyre_core.bench.elastic_soak import bench_soak, soak_lines
 
     effort = effort_of(quick=quick, groups=groups, steps=steps, control_share=control_share, policies=policy)
-    names = preset or list(CASES)
+    names = preset or default_cases()
     with contextlib.ExitStack() as stack:
         root = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gyre-elastic-")))
         stack.enter_context(_prefect_server(root / "runs"))
