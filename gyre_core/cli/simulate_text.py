@@ -29,6 +29,7 @@ def comparison_text(result: dict[str, Any]) -> str:
 _BUSY = {"serving", "training", "optimizer"}
 _RATIOS = (
     "elastic_over_colocate",
+    "elastic_over_colocate_ahead",
     "elastic_over_async",
     "elastic_over_async_half",
     "elastic_over_async_stream",

@@ -15,24 +15,35 @@ from gyre_core.sim.presets import FIT_SEEDS, HELD_OUT_SEEDS, Preset
 from gyre_core.sim.result import Result
 from gyre_core.sim.world import simulate
 
-MOVING = ("elastic", "elastic_predictive", "colocate")
 FIXED = ("async_off1", "async_stream")
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A policy, and for fixed splits how many cells train.
+    """A policy, for fixed splits how many cells train, and whether it dispatches ahead.
 
     Example: Variant(policy="async_off1", train_cells=2)
     """
 
     policy: str
     train_cells: int = 1
+    ahead: bool = True  # False: one batch at a time, the classic alternation
 
     def of(self, scenario: Scenario) -> Scenario:
         """The scenario with this split."""
+        scenario = scenario if self.ahead else replace(scenario, phi=0)
         return replace(scenario, cluster=replace(scenario.cluster, train_cells=self.train_cells))
+
+
+# `colocate` is the classic alternation: a batch is dispatched when the one before it is trained. `colocate_ahead` uses
+# the staleness too: later batches run beside, and their calls are parked while all cells train.
+MOVING = {
+    "elastic": Variant(policy="elastic"),
+    "elastic_predictive": Variant(policy="elastic_predictive"),
+    "colocate": Variant(policy="colocate", ahead=False),
+    "colocate_ahead": Variant(policy="colocate"),
+}
 
 
 def best_split(
@@ -64,7 +75,7 @@ def compare(
     start_s = time.perf_counter()
     scenario = preset.scenario if steps is None else replace(preset.scenario, steps=steps)
     half = max(1, scenario.cluster.cells // 2)
-    variants = {policy: Variant(policy=policy) for policy in MOVING}
+    variants = dict(MOVING)
     splits: dict[str, Any] = {}
     if scenario.cluster.cells > 1:
         for policy in FIXED:
@@ -109,6 +120,7 @@ def _ratios(hours: dict[str, float]) -> dict[str, float]:
     found: dict[str, float] = {"predictive_over_elastic": hours["elastic"] / hours["elastic_predictive"]}
     names = {
         "colocate": "colocate",
+        "colocate_ahead": "colocate_ahead",
         "async": "async_off1",
         "async_half": "async_off1_half",
         "async_stream": "async_stream",

@@ -7,6 +7,7 @@ simulations; the speed-up against tail heaviness is a short sweep.
 from dataclasses import replace
 from pathlib import Path
 
+from gyre_core.sim.compare import MOVING
 from gyre_core.sim.model import Scenario
 from gyre_core.sim.pictures import hours_png, lines_png, page_html, timeline_png, utilisation_png
 from gyre_core.sim.presets import Preset
@@ -43,9 +44,10 @@ def draw_pictures(preset: Preset, comparison: Json, *, seed: int) -> dict[str, b
         "tail": tail_png(preset.scenario, title=title, seed=seed),
     }
     shown = replace(preset.scenario, steps=SHOWN_STEPS)
-    for policy in TIMELINES:
-        result = simulate(shown, policy, seed=seed, record=True)
-        found[f"timeline-{policy}"] = timeline_png(result, title=f"{policy}: the first {SHOWN_STEPS} steps")
+    for name in TIMELINES:
+        variant = MOVING[name]
+        result = simulate(variant.of(shown), variant.policy, seed=seed, record=True)
+        found[f"timeline-{name}"] = timeline_png(result, title=f"{name}: the first {SHOWN_STEPS} steps")
     return found
 
 

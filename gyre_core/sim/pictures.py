@@ -18,6 +18,7 @@ COLOURS = {
     "elastic": "#3b7dd8",
     "elastic_predictive": "#1f4e9c",
     "colocate": "#e07b39",
+    "colocate_ahead": "#f0b48a",
     "async_off1": "#b3261e",
     "async_off1_half": "#d98880",
     "async_stream": "#2e8b57",

@@ -60,7 +60,7 @@ def sweep(
 def sweep_point(scenario: Scenario, name: str, value: float, *, seed: int, steps: int) -> Json:
     """One value of a sweep."""
     world = replace(changed(scenario, name, value), steps=steps)
-    hours = {policy: simulate(world, policy, seed=seed).hours for policy in MOVING}
+    hours = {name: simulate(variant.of(world), variant.policy, seed=seed).hours for name, variant in MOVING.items()}
     for policy in FIXED:
         variant, found = best_split(world, policy, seed=seed)
         hours[policy] = found[variant.train_cells]
