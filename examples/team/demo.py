@@ -40,6 +40,8 @@ SETTINGS = {
     "rollout.group_size": 3,
     "rollout.slots": 4,
     "evaluate.samples": 1,
+    "scheduler.cells": 1,  # one engine: four programs of the team share the machine with it
+    "engine.boot_timeout_s": 900.0,  # seconds on an idle machine
 }
 STARTED = time.monotonic()
 
@@ -52,7 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs-dir", type=Path, help="folder of runs (default: a new one under the temporary folder)")
     parser.add_argument("--interval-s", type=float, default=60.0, help="between two schedules")
-    parser.add_argument("--limit-s", type=float, default=1500.0, help="give up after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="give up after so many seconds")
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
