@@ -1,6 +1,7 @@
 """Role changes of a cell host over its API: epochs, repeats, phases, and what each kind of cell does in them."""
 
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -213,16 +214,28 @@ async def test_role_core_that_returns_in_the_middle_of_a_step_keeps_its_sum(
         assert c.host.publisher.sums == [24.0]
 
 
-async def test_role_core_in_training_goes_from_step_to_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is opened as soon as the last one is answered, when the trainer's thread may not be free yet."""
+async def test_role_core_begins_with_a_step_that_is_opened_before_its_thread_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with cell(tmp_path, monkeypatch) as c:
+        desk = c.host.desk
+        assert desk is not None
+        work, free = desk.work, threading.Event()
+
+        def work_and_linger(pause: threading.Event) -> None:
+            work(pause)
+            assert free.wait(20.0)
+
+        monkeypatch.setattr(desk, "work", work_and_linger)
         await c.role("train", 0)
-        for step in range(40):
-            assert (await c.step(step))["policy_version"] == step + 1
-            if step % 2:
-                await c.call("/train/weights")  # what interrupts, and what does not
-        await c.call("/weights/refresh", {"policy_version": 40})
-        assert c.host.publisher.sums == [480.0]
+        assert (await c.step(0))["policy_version"] == 1
+        await c.call("/train/open", {"step": 1, "policy_version": 1})
+        free.set()
+        await c.call("/train/group", branches_to_ipc(group("g1")), group_id="g1")
+        await c.call("/train/seal", {"num_rollouts": 2})
+        assert (await c.call("/train/finish", {"wait_s": 5.0}))["policy_version"] == 2
+        await c.call("/weights/refresh", {"policy_version": 2})
+        assert c.host.publisher.sums == [24.0]
 
 
 async def test_role_satellite_follows_leaves_and_serves_the_cores_weights(
