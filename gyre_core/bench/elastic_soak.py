@@ -56,11 +56,11 @@ def bench_soak(
     started = time.monotonic()
     try:
         watch = ProcessWatch(child.pid, folder / "runs")
-        while (elapsed_s := time.monotonic() - started) < minutes * 60:
+        while time.monotonic() - started < minutes * 60:
             time.sleep(max(1.0, minutes * 60 / _SAMPLES))
             if not child.running():
                 raise GyreError(f"the run ended by itself; its log {log} ends with:\n{log_tail(log)}")
-            samples.append({"at_s": elapsed_s, **_sample(folder / "runs", watch)})
+            samples.append({"at_s": time.monotonic() - started, **_sample(folder / "runs", watch)})
             report(" ".join(f"{name}={value:g}" for name, value in samples[-1].items()))
     finally:
         child.stop(grace_s=30.0)
