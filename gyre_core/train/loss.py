@@ -25,11 +25,23 @@ SAMPLER_CORRECTION_CAP = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossTerms:
-    """A loss and what happened in it.
+class LossRows:
+    """What a loss is of. All tensors are [R]; only `logprobs` may carry a gradient.
 
-    Example: gspo(logprobs, reference, weights, advantages, units, num_units=3).loss.backward()
+    Example: LossRows(logprobs=l, reference=r, weights=w, advantages=a, units=u, num_units=3)
     """
+
+    logprobs: Tensor  # the trainer's, of the trained targets
+    reference: Tensor  # what the ratio is to
+    weights: Tensor  # two-level mean: 1 over a rollout's rows
+    advantages: Tensor
+    units: Tensor  # [0, U): the unit of each row; a unit has all its rows here
+    num_units: int  # U
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """A loss and what happened in it. Example: gspo(rows).loss.backward()"""
 
     loss: Tensor  # scalar, differentiable: minus the weighted objective, summed over rollouts
     unit_ratios: Tensor  # [U] s_u, detached; also of losses that do not use it
@@ -58,9 +70,15 @@ def policy_loss(
     advantage 0 trains too. Source of its place: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), equation 3; the
     divergence there is from a frozen model, here from the reference that the ratio has.
     """
-    terms = _LOSSES[name](
-        logprobs, reference, weights, advantages, units, num_units=num_units, clip_low=clip_low, clip_high=clip_high
+    rows = LossRows(
+        logprobs=logprobs,
+        reference=reference,
+        weights=weights,
+        advantages=advantages,
+        units=units,
+        num_units=num_units,
     )
+    terms = _LOSSES[name](rows, clip_low=clip_low, clip_high=clip_high)
     if kl_coefficient == 0.0:
         return terms
     penalty = (weights * kl_k3(logprobs, reference)).sum()
@@ -86,45 +104,25 @@ def unit_ratios(logprobs: Tensor, reference: Tensor, units: Tensor, num_units: i
     return torch.exp(sums / counts)
 
 
-def gspo(
-    logprobs: Tensor,
-    reference: Tensor,
-    weights: Tensor,
-    advantages: Tensor,
-    units: Tensor,
-    *,
-    num_units: int,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> LossTerms:
+def gspo(rows: LossRows, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossTerms:
     """GSPO: -sum over rows of w * min(s_u A, clip(s_u, 1 - clip_low, 1 + clip_high) A), with the row's unit's s_u.
 
-    All tensors are [R]; `reference` carries no gradient. Source: arXiv 2507.18071, equations 5 to 7, with its published
-    clip range as the default; the paper's mean over groups and responses is here the two-level mean of the weights.
+    Source: arXiv 2507.18071, equations 5 to 7, with its published clip range as the default; the paper's mean over
+    groups and responses is here the two-level mean of the weights.
     """
-    ratios = unit_ratios(logprobs, reference, units, num_units)
-    return _clipped(ratios[units], ratios, weights, advantages, units, clip_low, clip_high)
+    ratios = unit_ratios(rows.logprobs, rows.reference, rows.units, rows.num_units)
+    return _clipped(rows, ratios[rows.units], ratios, clip_low, clip_high)
 
 
-def gspo_token(
-    logprobs: Tensor,
-    reference: Tensor,
-    weights: Tensor,
-    advantages: Tensor,
-    units: Tensor,
-    *,
-    num_units: int,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> LossTerms:
+def gspo_token(rows: LossRows, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossTerms:
     """GSPO's token variant: the value is s_u, the gradient goes through each row's own log-prob.
 
     s_t = sg(s_u) * exp(logprob_t - sg(logprob_t)), clipped like in `gspo`. Equal to `gspo` in value always, and in
     gradient when weights and advantage are constant in a unit. Source: arXiv 2507.18071, equations 13 and 14.
     """
-    ratios = unit_ratios(logprobs.detach(), reference, units, num_units)
-    row_ratios = ratios[units] * torch.exp(logprobs - logprobs.detach())
-    return _clipped(row_ratios, ratios, weights, advantages, units, clip_low, clip_high)
+    ratios = _detached_ratios(rows)
+    row_ratios = ratios[rows.units] * torch.exp(rows.logprobs - rows.logprobs.detach())
+    return _clipped(rows, row_ratios, ratios, clip_low, clip_high)
 
 
 def sampler_correction(reference: Tensor, sampler: Tensor, cap: float = SAMPLER_CORRECTION_CAP) -> Tensor:
@@ -146,101 +144,57 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return torch.expm1(-apart) + apart
 
 
-def grpo(
-    logprobs: Tensor,
-    reference: Tensor,
-    weights: Tensor,
-    advantages: Tensor,
-    units: Tensor,
-    *,
-    num_units: int,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> LossTerms:
+def grpo(rows: LossRows, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossTerms:
     """GRPO: -sum over rows of w * min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A), r_t the row's own ratio.
 
     `units` only group the counts. Source: Shao et al. 2024 (arXiv 2402.03300), equation 3, with PPO's range (Schulman
     et al. 2017, arXiv 1707.06347); the mean over a response's tokens is here the two-level mean of the weights.
     """
-    ratios = unit_ratios(logprobs.detach(), reference, units, num_units)
-    return _clipped(torch.exp(logprobs - reference), ratios, weights, advantages, units, clip_low, clip_high)
+    row_ratios = torch.exp(rows.logprobs - rows.reference)
+    return _clipped(rows, row_ratios, _detached_ratios(rows), clip_low, clip_high)
 
 
-def cispo(
-    logprobs: Tensor,
-    reference: Tensor,
-    weights: Tensor,
-    advantages: Tensor,
-    units: Tensor,
-    *,
-    num_units: int,
-    clip_low: float = 1.0,
-    clip_high: float = 4.0,
-) -> LossTerms:
+def cispo(rows: LossRows, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossTerms:
     """CISPO: -sum over rows of w * sg(clip(r_t, 1 - clip_low, 1 + clip_high)) * A * logprob_t.
 
     The clip bounds a token's importance weight and never stops its gradient. Source: MiniMax 2025, "MiniMax-M1" (arXiv
     2506.13585), equations 4 and 5, which sets no lower bound (clip_low 1: 1 - 1 = 0) and names no upper one; 1 + 4 lies
     in the range whose choice hardly mattered in Khatri et al. 2025, "ScaleRL" (arXiv 2510.13786).
     """
-    row_ratios = torch.exp(logprobs.detach() - reference)
+    row_ratios = torch.exp(rows.logprobs.detach() - rows.reference)
     bounded = row_ratios.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return _terms(
-        -(weights * bounded * advantages * logprobs).sum(),
-        bounded != row_ratios,
-        unit_ratios(logprobs.detach(), reference, units, num_units),
-        weights * advantages,
-        units,
-    )
+    loss = -(rows.weights * bounded * rows.advantages * rows.logprobs).sum()
+    return _terms(rows, loss, bounded != row_ratios, _detached_ratios(rows))
 
 
-def policy_gradient(
-    logprobs: Tensor,
-    reference: Tensor,
-    weights: Tensor,
-    advantages: Tensor,
-    units: Tensor,
-    *,
-    num_units: int,
-    clip_low: float = 0.0,
-    clip_high: float = 0.0,
-) -> LossTerms:
+def policy_gradient(rows: LossRows, *, clip_low: float = 0.0, clip_high: float = 0.0) -> LossTerms:
     """REINFORCE with the group advantage: -sum over rows of w * A * logprob_t; `reference` only feeds the statistics.
 
     Right on-policy only. There is nothing to clip: the range is ignored. Source: Williams 1992, "Simple statistical
     gradient-following algorithms for connectionist reinforcement learning".
     """
-    return _terms(
-        -(weights * advantages * logprobs).sum(),
-        torch.zeros_like(units, dtype=torch.bool),
-        unit_ratios(logprobs.detach(), reference, units, num_units),
-        weights * advantages,
-        units,
-    )
+    loss = -(rows.weights * rows.advantages * rows.logprobs).sum()
+    return _terms(rows, loss, torch.zeros_like(rows.units, dtype=torch.bool), _detached_ratios(rows))
 
 
-def _clipped(
-    row_ratios: Tensor,
-    ratios: Tensor,
-    weights: Tensor,
-    advantages: Tensor,
-    units: Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> LossTerms:
-    free = row_ratios * advantages
-    bounded = row_ratios.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    loss = -(weights * torch.minimum(free, bounded)).sum()
-    return _terms(loss, (bounded < free).detach(), ratios, weights * advantages, units)
+def _detached_ratios(rows: LossRows) -> Tensor:
+    return unit_ratios(rows.logprobs.detach(), rows.reference, rows.units, rows.num_units)
 
 
-def _terms(loss: Tensor, clipped: Tensor, ratios: Tensor, strength: Tensor, units: Tensor) -> LossTerms:
+def _clipped(rows: LossRows, row_ratios: Tensor, ratios: Tensor, clip_low: float, clip_high: float) -> LossTerms:
+    free = row_ratios * rows.advantages
+    bounded = row_ratios.clamp(1.0 - clip_low, 1.0 + clip_high) * rows.advantages
+    loss = -(rows.weights * torch.minimum(free, bounded)).sum()
+    return _terms(rows, loss, (bounded < free).detach(), ratios)
+
+
+def _terms(rows: LossRows, loss: Tensor, clipped: Tensor, ratios: Tensor) -> LossTerms:
     return LossTerms(
         loss=loss,
         unit_ratios=ratios.detach(),
-        clipped_units=int(torch.unique(units[clipped]).numel()),
+        clipped_units=int(torch.unique(rows.units[clipped]).numel()),
         clipped_tokens=int(clipped.sum()),
-        dropped_tokens=int((strength == 0).sum()),
+        dropped_tokens=int((rows.weights * rows.advantages == 0).sum()),
     )
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre_core.train.loss import gspo, gspo_token, sampler_correction, unit_ratios
+from tests.support.losses import loss_rows
 
 
 def tensors(*columns):
@@ -17,7 +18,7 @@ def test_gspo_inside_the_clip_gives_numbers_checked_by_hand() -> None:
     reference, weights, advantages = tensors([-1.0, -2.0, -3.0], [0.5, 0.25, 1.0], [2.0, 2.0, -1.0])
     logprobs = (reference + torch.tensor([0.0002, 0.0004, -0.0002])).requires_grad_()
     units = torch.tensor([0, 0, 1])
-    terms = gspo(logprobs, reference, weights, advantages, units, num_units=2)
+    terms = gspo(loss_rows(logprobs, reference, weights, advantages, units, num_units=2))
     first, second = math.exp(0.0003), math.exp(-0.0002)
     assert terms.unit_ratios.tolist() == pytest.approx([first, second], abs=1e-6)
     assert terms.loss.item() == pytest.approx(-(0.75 * first * 2.0 - second * 1.0), abs=1e-6)
@@ -40,7 +41,7 @@ def test_gspo_inside_the_clip_gives_numbers_checked_by_hand() -> None:
 def test_gspo_outside_the_clip_stops_only_the_side_that_goes_further(shift, advantage, value, clipped) -> None:
     reference, weights, advantages = tensors([-1.0, -1.0], [0.5, 0.5], [advantage, advantage])
     logprobs = (reference + shift).requires_grad_()
-    terms = gspo(logprobs, reference, weights, advantages, torch.tensor([0, 0]), num_units=1)
+    terms = gspo(loss_rows(logprobs, reference, weights, advantages, torch.tensor([0, 0]), num_units=1))
     terms.loss.backward()
     assert terms.loss.item() == pytest.approx(value, abs=1e-6)
     assert (logprobs.grad == 0).all().item() is clipped
@@ -51,8 +52,8 @@ def test_gspo_outside_the_clip_stops_only_the_side_that_goes_further(shift, adva
 def test_gspo_unit_changes_what_is_averaged() -> None:
     reference, weights, advantages = tensors([0.0, 0.0], [0.5, 0.5], [1.0, 1.0])
     logprobs = torch.tensor([0.0003, -0.0003])
-    separate = gspo(logprobs, reference, weights, advantages, torch.tensor([0, 1]), num_units=2)
-    together = gspo(logprobs, reference, weights, advantages, torch.tensor([0, 0]), num_units=1)
+    separate = gspo(loss_rows(logprobs, reference, weights, advantages, torch.tensor([0, 1]), num_units=2))
+    together = gspo(loss_rows(logprobs, reference, weights, advantages, torch.tensor([0, 0]), num_units=1))
     assert separate.unit_ratios.tolist() == pytest.approx([math.exp(0.0003), math.exp(-0.0003)], abs=1e-7)
     assert together.unit_ratios.tolist() == pytest.approx([1.0], abs=1e-7)
 
@@ -61,8 +62,8 @@ def test_gspo_token_has_gspos_value_and_each_rows_own_gradient() -> None:
     reference, weights, advantages = tensors([-1.0, -2.0, -3.0], [0.5, 0.25, 1.0], [2.0, 2.0, -1.0])
     logprobs = (reference + torch.tensor([0.0002, 0.0004, -0.0002])).requires_grad_()
     units = torch.tensor([0, 0, 1])
-    terms = gspo_token(logprobs, reference, weights, advantages, units, num_units=2)
-    same = gspo(logprobs.detach(), reference, weights, advantages, units, num_units=2)
+    terms = gspo_token(loss_rows(logprobs, reference, weights, advantages, units, num_units=2))
+    same = gspo(loss_rows(logprobs.detach(), reference, weights, advantages, units, num_units=2))
     assert terms.loss.item() == pytest.approx(same.loss.item(), abs=1e-7)
     terms.loss.backward()
     first, second = math.exp(0.0003), math.exp(-0.0002)
@@ -79,7 +80,7 @@ def test_gspo_constant_weight_and_advantage_agrees_with_its_token_variant(shifts
     for function in (gspo, gspo_token):
         logprobs = (reference + torch.tensor(shifts, dtype=torch.float64)).requires_grad_()
         row = torch.ones_like(reference)
-        terms = function(logprobs, reference, weight * row, advantage * row, units, num_units=1)
+        terms = function(loss_rows(logprobs, reference, weight * row, advantage * row, units, num_units=1))
         terms.loss.backward()
         grads.append(logprobs.grad)
     assert torch.allclose(grads[0], grads[1], rtol=1e-9, atol=1e-12)
@@ -89,13 +90,15 @@ def test_gspo_on_policy_gradient_is_the_plain_policy_gradient() -> None:
     # With s = 1 and equal weights the gradient of each row is -w A: REINFORCE with the group advantage.
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     weights, advantages = tensors([0.25] * 3, [1.5] * 3)
-    gspo(logprobs, logprobs.detach(), weights, advantages, torch.tensor([0, 0, 0]), num_units=1).loss.backward()
+    gspo(
+        loss_rows(logprobs, logprobs.detach(), weights, advantages, torch.tensor([0, 0, 0]), num_units=1)
+    ).loss.backward()
     assert logprobs.grad.tolist() == pytest.approx([-0.375] * 3)
 
 
 def test_gspo_dropped_rows_are_counted() -> None:
     reference, weights, advantages = tensors([-1.0] * 4, [0.5, 0.0, 0.5, 0.5], [1.0, 1.0, 0.0, -1.0])
-    terms = gspo(reference, reference, weights, advantages, torch.tensor([0, 0, 1, 2]), num_units=3)
+    terms = gspo(loss_rows(reference, reference, weights, advantages, torch.tensor([0, 0, 1, 2]), num_units=3))
     assert terms.dropped_tokens == 2
 
 

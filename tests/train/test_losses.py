@@ -15,6 +15,7 @@ from gyre_core.config.models import CLIP_RANGES, TrainConfig
 from gyre_core.train import loss as losses
 from gyre_core.train.loss import LossTerms, cispo, grpo, kl_k3, policy_gradient, policy_loss
 from gyre_core.train.packing import pack_branches, pack_for_training
+from tests.support.losses import loss_rows
 from tests.support.trainers import on_policy
 from tests.support.training import random_branches
 
@@ -74,7 +75,7 @@ def test_grpo_gives_numbers_checked_by_hand() -> None:
     ratios = [1.1, 1.5, 1.5, 0.5]
     reference, weights, advantages = tensors([-1.0] * 4, [0.5, 0.25, 0.25, 1.0], [2.0, 2.0, -1.0, -1.0])
     logprobs = (reference + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    terms = grpo(logprobs, reference, weights, advantages, torch.tensor([0, 0, 1, 2]), num_units=3)
+    terms = grpo(loss_rows(logprobs, reference, weights, advantages, torch.tensor([0, 0, 1, 2]), num_units=3))
     terms.loss.backward()
     assert terms.loss.item() == pytest.approx(-(0.5 * 1.1 * 2 + 0.25 * 1.2 * 2 - 0.25 * 1.5 - 1.0 * 0.8))
     assert logprobs.grad.tolist() == pytest.approx([-0.5 * 2 * 1.1, 0.0, 0.25 * 1.5, 0.0])
@@ -86,14 +87,16 @@ def test_cispo_caps_the_weight_and_keeps_the_gradient() -> None:
     # ratios 2 (inside 0..5), 8 (capped at 5, gradient goes on), 0.01 (no lower bound by default)
     reference, weights, advantages = tensors([-3.0] * 3, [0.5, 0.25, 0.25], [1.0, -2.0, 1.0])
     logprobs = (reference + torch.tensor([2.0, 8.0, 0.01], dtype=torch.float64).log()).requires_grad_()
-    terms = cispo(logprobs, reference, weights, advantages, torch.tensor([0, 1, 2]), num_units=3)
+    terms = cispo(loss_rows(logprobs, reference, weights, advantages, torch.tensor([0, 1, 2]), num_units=3))
     terms.loss.backward()
     assert logprobs.grad.tolist() == pytest.approx([-0.5 * 2, 0.25 * 5 * 2, -0.25 * 0.01])
     expected = -(0.5 * 2 * logprobs[0] - 0.25 * 5 * 2 * logprobs[1] + 0.25 * 0.01 * logprobs[2]).item()
     assert terms.loss.item() == pytest.approx(expected)
     assert (terms.clipped_units, terms.clipped_tokens) == (1, 1)
     bounded = cispo(
-        logprobs, reference, weights, advantages, torch.tensor([0, 1, 2]), num_units=3, clip_low=0.5, clip_high=0.5
+        loss_rows(logprobs, reference, weights, advantages, torch.tensor([0, 1, 2]), num_units=3),
+        clip_low=0.5,
+        clip_high=0.5,
     )
     assert (bounded.clipped_units, bounded.clipped_tokens) == (3, 3)
 
@@ -103,7 +106,7 @@ def test_policy_gradient_weights_log_probs_by_advantage_alone() -> None:
         [-1.0, -2.0, -4.0], [-9.0, -9.0, -9.0], [0.5, 0.5, 1.0], [2.0, 2.0, 0.0]
     )
     logprobs.requires_grad_()
-    terms = policy_gradient(logprobs, reference, weights, advantages, torch.tensor([0, 0, 1]), num_units=2)
+    terms = policy_gradient(loss_rows(logprobs, reference, weights, advantages, torch.tensor([0, 0, 1]), num_units=2))
     terms.loss.backward()
     assert terms.loss.item() == pytest.approx(0.5 * 2 * 1 + 0.5 * 2 * 2)
     assert logprobs.grad.tolist() == pytest.approx([-1.0, -1.0, 0.0])
