@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from gyre_core.bench.store import bench_store
@@ -10,12 +11,15 @@ from gyre_core.cli.main import app
 
 
 def test_bench_store_counts_tokens_and_leaves_the_folder_empty(tmp_path: Path) -> None:
-    result = bench_store(str(tmp_path / "s"), num_rollouts=3, num_calls=20, num_tokens=4_000, repeats=2, seed=1)
+    result = bench_store(str(tmp_path / "s"), num_rollouts=3, num_calls=20, num_tokens=4_000, repeats=1, seed=1)
     assert result["rollouts"] == 3 and 3 * 3_500 < result["unique_tokens"] < 3 * 4_500
+    assert result["stored_mb"] * 1e6 == pytest.approx(result["bytes_per_token"] * result["unique_tokens"], rel=1e-2)
     # Ids take 17 of 32 bits here and log-probs are on sampled tokens only: below the 8 bytes of the raw arrays.
     assert 1.0 < result["bytes_per_token"] < 8.0
     assert result["stored_mb"] < result["raw_mb"]
-    assert result["write_ratio_vs_pyarrow"] > 0 and result["read_ratio_vs_pyarrow"] > 0
+    for what in ("write", "read"):  # of one round: the ratio of the two speeds
+        ratio = result[f"{what}_mb_s"] / result[f"pyarrow_{what}_mb_s"]
+        assert result[f"{what}_ratio_vs_pyarrow"] == pytest.approx(ratio, rel=1e-2)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

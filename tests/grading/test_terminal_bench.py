@@ -72,6 +72,8 @@ def test_convert_gives_a_problem_with_all_its_parts(tmp_path: Path):
         "tags": ["files", "easy"],
     }
     assert problem.files_dir is not None and problem.solution_dir is not None
+    solution = {path.name: path.read_text() for path in problem.solution_dir.iterdir()}
+    assert solution == {"solve.sh": "echo hello > hello.txt\n"}
     files = {str(path.relative_to(problem.files_dir)) for path in problem.files_dir.rglob("*") if path.is_file()}
     assert files == {"data/a.txt", "notes.txt"}
     assert sorted(path.name for path in problem.tests_dir.iterdir()) == ["run-tests.sh", "test.sh", "test_outputs.py"]

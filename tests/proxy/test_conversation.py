@@ -85,8 +85,8 @@ def test_arguments_nested_too_deep_are_compared_as_text() -> None:
     value: Any = 1
     for _ in range(200):
         value = [value]
-    assert isinstance(canonical_json(value), str)
-    assert parse_arguments("[" * 3000 + "]" * 3000).startswith("[[[")
+    assert canonical_json(value) == "[" * 200 + "1" + "]" * 200
+    assert parse_arguments("[" * 3000 + "]" * 3000) == "[" * 3000 + "]" * 3000
     assert parse_arguments('{"a": 1}') == {"a": 1}
     assert parse_arguments("not json") == "not json"
 

@@ -45,8 +45,10 @@ def test_reselect_one_branch_trains_fewer_tokens_with_the_same_weight(step: Stor
     assert (found.before.tokens_in_branches, found.after.tokens_in_branches) == (54, 30)
     assert found.after.targets_by_role == {"main": 15}
     assert found.after.weights_by_role == pytest.approx({"main": 3.0})
-    assert found.after.train_s is not None and found.before.train_s is not None
-    assert found.after.train_s < found.before.train_s
+    # The three rollouts have the same tokens and are packed as one tree: a start of 3, 7 more of main, 5 of the
+    # sub-agent took 2 s; main alone is 10 of these 15.
+    assert (found.before.unique_tokens, found.after.unique_tokens) == (15, 10)
+    assert (found.before.train_s, found.after.train_s) == (2.0, 1.333)
     assert (found.branches_kept, found.rollouts_changed) == (3, 3)
 
 

@@ -35,7 +35,8 @@ async def check(sandbox: Sandbox, folder: Path) -> SolutionCheck:
 async def test_solution_that_solves_is_fine_and_its_environment_is_given(sandbox: Sandbox, tmp_path: Path):
     toml = '[solution.env]\nTEXT = "x"\n'
     solve = '[ "$TEXT" = x ] && [ -e "$(dirname "$0")/solve.sh" ] && cp first answer\n'
-    assert (await check(sandbox, with_solution(tmp_path / "p", solve, task_toml=toml, files={"first": ""}))).ok
+    found = await check(sandbox, with_solution(tmp_path / "p", solve, task_toml=toml, files={"first": ""}))
+    assert (found.solved.reward, found.untouched.reward, found.complaint, found.ok) == (1.0, 0.0, "", True)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_collect_applied_deletes_them_and_nothing_that_a_commit_needs(store: Sto
 def test_collect_before_a_commit_makes_the_writer_write_its_bytes_anew(store: Store) -> None:
     """The race that matters: a writer finds its object there, and a collection deletes it before the commit."""
     key = orphan(store, "r0")
+    removed: list[str] = []
     other = opened(store)
     real_put = store.storage.put_new
 
@@ -83,17 +84,19 @@ def test_collect_before_a_commit_makes_the_writer_write_its_bytes_anew(store: St
         if name.endswith("manifest/00000000000000000000.json"):
             store.storage.put_new = real_put  # type: ignore[method-assign]
             age(store, key)
-            assert key in collect(other, grace_s=DAY_S, apply=True).keys
+            removed.extend(collect(other, grace_s=DAY_S, apply=True).keys)
         real_put(name, data)
 
     store.storage.put_new = put_after_a_collection  # type: ignore[method-assign]
     commit = store.commit("group", rollout_tables([finished("r0")]), {}, "g0")
+    assert sorted(name.split("/")[1] for name in removed) == ["calls", "grades", "nodes", "rollouts"]
     assert commit.seq == 1 and commit.tables["grades"][0].key == key.replace(".parquet", "-2.parquet")
     assert verify(opened(store)).ok
 
 
 def test_collect_after_a_commit_that_it_did_not_see_looks_again(store: Store) -> None:
     key = orphan(store, "r0")
+    size_bytes = store.storage.size(key)
     writer = opened(store)
     real_put = store.storage.put_new
 
@@ -105,7 +108,7 @@ def test_collect_after_a_commit_that_it_did_not_see_looks_again(store: Store) ->
     store.storage.put_new = put_after_a_commit  # type: ignore[method-assign]
     assert collect(store, apply=True).keys == ()
     assert [commit.kind for commit in store.commits()] == ["group"]
-    assert store.storage.size(key) is not None and verify(opened(store)).ok
+    assert store.storage.size(key) == size_bytes and verify(opened(store)).ok
 
 
 def test_collect_objects_put_ahead_and_given_up_are_refused_at_their_commit(store: Store) -> None:

@@ -11,9 +11,9 @@ def test_phase_seconds_add_up_to_the_step_and_waiting_is_the_rest() -> None:
     assert seconds["waiting_s"] == pytest.approx(5.5)
     assert seconds["optimizer_s"] == 0.0
     assert sum(seconds.values()) == pytest.approx(10.0)
-    shares = phase_shares(seconds)
-    assert shares is not None
-    assert shares["forward_backward"] == pytest.approx(0.4)
+    unmeasured = {"gradients": 0.0, "optimizer": 0.0, "checkpoint": 0.0, "publication": 0.0}
+    expected = {"waiting": 0.55, "packing": 0.05, "forward_backward": 0.4, **unmeasured}
+    assert phase_shares(seconds) == pytest.approx(expected)
 
 
 def test_phase_shares_of_an_older_record_are_none() -> None:
