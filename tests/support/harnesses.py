@@ -69,6 +69,7 @@ def assert_recorded(run: HarnessRun, roles: dict[str, int], substitutions: dict[
     """All calls are there with their roles, nothing was refused, every sampled token is in the tree once."""
     trajectory, tree, summary = run.trajectory, run.trajectory.tree, run.summary
     tree.validate()
+    assert (summary["outcome"], summary["reward"]) == ("finished", 1.0), summary["reason"]  # else all below differs too
     assert Counter(call.role.value for call in trajectory.calls) == roles
     assert Counter(call.substitution.value for call in trajectory.calls) == substitutions
     assert not {name for name in trajectory.counters if name.startswith("refused_")}
@@ -80,7 +81,6 @@ def assert_recorded(run: HarnessRun, roles: dict[str, int], substitutions: dict[
         assert sum(len(node.token_ids) for node in own) == call.output_tokens
         assert all(node.sampled.all() and node.role is call.role for node in own)
     assert all(not node.sampled.any() for node in tree.nodes if not node.call_id)
-    assert summary["outcome"] == "finished" and summary["reward"] == 1.0
     head = f"{summary['rollout']}: {len(trajectory.calls)} calls"
     assert head in run.inspected
 
