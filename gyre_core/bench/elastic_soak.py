@@ -1,7 +1,8 @@
 """`gyre bench elastic --soak MINUTES`: one emulated run that goes on for so long, and what grew meanwhile.
 
 Leaves: at equal intervals the resident memory of each kind of process, the bytes of the run's folders and of Prefect's
-database, and the steps so far; and of each the growth an hour, fitted over the second half, when caches are full.
+database, and the steps so far; and of each the growth an hour and a step, fitted over the second half, when caches are
+full.
 """
 
 import time
@@ -70,24 +71,25 @@ def bench_soak(
         "minutes": minutes,
         "compression": round(compression, 1),
         "growth_per_hour": growth(samples),
+        "growth_per_step": growth(samples, against="steps", unit=1.0),
         "cpu_s": watch.cpu_s(),
         "last": samples[-1],
         "samples": samples,
     }
 
 
-def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Slope of each value an hour over the second half of the samples.
+def growth(samples: Sequence[Mapping[str, float]], *, against: str = "at_s", unit: float = 3600.0) -> dict[str, float]:
+    """Slope of each value over the second half of the samples, for `unit` of `against`: an hour.
 
     Example: growth([{"at_s": 0.0, "x": 1.0}, {"at_s": 3600.0, "x": 3.0}])["x"] == 2.0
     """
     half = samples[len(samples) // 2 :] if len(samples) >= 4 else samples
-    hours = np.array([sample["at_s"] for sample in half]) / 3600
-    names = [name for name in half[-1] if name != "at_s"]
-    if len(half) < 2:
+    along = np.array([sample[against] for sample in half]) / unit
+    names = [name for name in half[-1] if name not in ("at_s", against)]
+    if len(half) < 2 or along[0] == along[-1]:
         return dict.fromkeys(names, 0.0)
     return {
-        name: round(float(np.polyfit(hours, [sample.get(name, 0.0) for sample in half], 1)[0]), 2) for name in names
+        name: round(float(np.polyfit(along, [sample.get(name, 0.0) for sample in half], 1)[0]), 3) for name in names
     }
 
 
@@ -96,9 +98,10 @@ def soak_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{result['preset']}, {result['policy']}, {result['minutes']:g} minutes, clock x {result['compression']:g}"
     ]
-    lines.append(f"{'':28s} {'last':>12s} {'growth an hour':>16s}")
+    lines.append(f"{'':28s} {'last':>12s} {'growth an hour':>16s} {'a step':>10s}")
     for name, slope in result["growth_per_hour"].items():
-        lines.append(f"{name:28s} {result['last'].get(name, 0.0):12.2f} {slope:16.2f}")
+        a_step = result["growth_per_step"].get(name, 1.0)
+        lines.append(f"{name:28s} {result['last'].get(name, 0.0):12.2f} {slope:16.2f} {a_step:10.3f}")
     return lines
 
 

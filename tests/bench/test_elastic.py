@@ -104,6 +104,9 @@ def test_headlines_are_ratios_of_steps_per_hour_and_the_worst_preset_counts():
 def test_growth_is_the_slope_of_the_second_half():
     samples = [{"at_s": 600.0 * i, "flow MB": 100.0 if i < 6 else 100.0 + 2 * (i - 6)} for i in range(12)]
     assert growth(samples)["flow MB"] == 12.0  # 2 MB in ten minutes
+    stepped = [{**sample, "steps": 2.0 * i} for i, sample in enumerate(samples)]
+    assert growth(stepped, against="steps", unit=1.0)["flow MB"] == 1.0
+    assert growth([{**sample, "steps": 4.0} for sample in samples], against="steps", unit=1.0)["flow MB"] == 0.0
 
 
 def test_unknown_names_are_refused():
