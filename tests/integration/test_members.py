@@ -35,7 +35,7 @@ from tests.support.satellites import (
 )
 from tests.support.training import make_branch, write_tiny_qwen3
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 NUM_STEPS = 5
 
@@ -173,6 +173,7 @@ class Steps:
         while not self.queue.status()["sessions"][session]["lease"]:
             satellite.signal(signal.SIGCONT)
             until(lambda: self.queue.status()["pending"] + self.queue.status()["leased"] == 0, 30.0)
+            until(lambda: self.hub.board._listeners, 30.0)  # its next request waits
             satellite.signal(signal.SIGSTOP)
             self.queue.add_group(*left.pop(0))
             with contextlib.suppress(AssertionError):
