@@ -168,3 +168,23 @@ def test_postgres_folder_that_its_user_cannot_reach_is_named(tmp_path: Path) -> 
     server = Postgres(programs=programs, data=closed / "postgres", port=free_port(), password="secret")
     with pytest.raises(SetupError, match=r"chmod o\+x .*"):
         init_postgres(server, scratch=tmp_path)
+
+
+def test_flow_run_ends_when_its_worker_is_killed() -> None:
+    flow_run = "from tasks.scheduled_runs import end_with_worker; end_with_worker(); " + SLEEPER
+    worker = f"""
+import os, subprocess, sys, time
+environment = {{**os.environ, "PREFECT__FLOW_RUN_ID": "x"}}
+child = subprocess.Popen([sys.executable, "-c", {flow_run!r}], stdout=subprocess.PIPE, env=environment)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    try:
+        child = psutil.Process(int(parent.stdout.readline()))
+    finally:
+        parent.kill()
+        parent.wait()
+    assert wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
