@@ -88,10 +88,11 @@ def test_engine_that_ends_in_a_living_host_is_a_death_and_comes_back(tmp_path: P
         assert cells.call("u0") == expected
 
 
+@pytest.mark.slow  # waits for silence
 def test_engine_that_hangs_under_live_calls_is_a_death_and_the_calls_go_on_elsewhere(
     tmp_path: Path, shards: Shards
 ) -> None:
-    with fast_fleet(tmp_path, shards, dead_after_s=5.0) as cells:
+    with fast_fleet(tmp_path, shards, dead_after_s=8.0) as cells:
         expected = [cells.call(f"u{index}") for index in range(6)]
         cells.hold(3)
         calls = cells.calls(6)

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,6 +83,8 @@ class FleetUnderTest:
     def __init__(self, fleet: CellFleet, launcher: FastLauncher, shards: Shards, folder: Path) -> None:
         self.fleet, self.launcher, self._shards, self._folder = fleet, launcher, shards, folder
         self.events: list[dict[str, Any]] = []
+        self.calls_loop = LoopThread()
+        self._clients: tuple[ProxyPool, httpx.AsyncClient] | None = None
         fleet.on_event(lambda event: self.events.append(dict(event)))
 
     def cell(self, cell_id: str) -> CellClient:
@@ -131,7 +133,7 @@ class FleetUnderTest:
 
     def calls(self, number: int, *, tag: str = "u") -> list[Future[str]]:
         """So many calls of sessions of their own, running or waiting when this returns."""
-        return [in_thread(self.call, f"{tag}{index}") for index in range(number)]
+        return [self.calls_loop.submit(self._call(f"{tag}{index}")) for index in range(number)]
 
     def running(self, number: int) -> None:
         """Wait until so many calls are held on the engines."""
@@ -147,24 +149,31 @@ class FleetUnderTest:
 
     def call(self, text: str) -> str:
         """One greedy call; its reply's text."""
+        return self.calls_loop.submit(self._call(text)).result()
 
-        async def run() -> str:
-            async with ProxyPool(self._shards) as pool:
-                session = await pool.create_session(
-                    rollout_id=f"r-{text}",
-                    sampling=SamplingSettings(temperature=0.0),
-                    harness=HarnessName(name="quickstart-agent", version="1"),
-                )
-                body = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": text}]}
-                async with httpx.AsyncClient(base_url=session.base_url, timeout=90.0, trust_env=False) as client:
-                    answer = await client.post("/v1/messages", json=body, headers={"x-api-key": session.api_key})
-                assert answer.status_code == 200, answer.text
-                trajectory = await pool.seal(session.session_id)
-                await pool.delete(session.session_id)
-                assert [call.index for call in trajectory.calls] == [0], "a call was lost or made twice"
-                return answer.json()["content"][0]["text"]
+    async def _call(self, text: str) -> str:
+        if self._clients is None:
+            self._clients = ProxyPool(self._shards), httpx.AsyncClient(timeout=90.0, trust_env=False, verify=False)
+        pool, client = self._clients
+        session = await pool.create_session(
+            rollout_id=f"r-{text}",
+            sampling=SamplingSettings(temperature=0.0),
+            harness=HarnessName(name="quickstart-agent", version="1"),
+        )
+        body = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": text}]}
+        headers = {"x-api-key": session.api_key}
+        answer = await client.post(f"{session.base_url}/v1/messages", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        trajectory = await pool.seal(session.session_id)
+        await pool.delete(session.session_id)
+        assert [call.index for call in trajectory.calls] == [0], "a call was lost or made twice"
+        return answer.json()["content"][0]["text"]
 
-        return asyncio.run(run())
+    async def aclose(self) -> None:
+        """Close what the calls used."""
+        if self._clients is not None:
+            for part in self._clients:
+                await part.aclose()
 
     def train(self, step: int, groups: Mapping[str, Sequence[TrainingBranch]]) -> dict[str, Any]:
         """What a flow does for one step, over the core's deaths, until its state is saved; returns the step."""
@@ -200,7 +209,7 @@ def fast_fleet(
     *,
     cells: int = 3,
     restarts: int = 20,
-    dead_after_s: float = 30.0,
+    dead_after_s: float = 60.0,
     port: int = 0,
     **scheduler: Any,
 ) -> Iterator[FleetUnderTest]:
@@ -235,7 +244,45 @@ def fast_fleet(
     )
     with fleet:
         fleet.open()
-        yield FleetUnderTest(fleet, launcher, shards, folder)
+        with under_test(fleet, launcher, shards, folder) as cells:
+            yield cells
+
+
+@contextlib.contextmanager
+def under_test(fleet: CellFleet, launcher: FastLauncher, shards: Shards, folder: Path) -> Iterator[FleetUnderTest]:
+    """What a test uses of a started fleet."""
+    cells = FleetUnderTest(fleet, launcher, shards, folder)
+    try:
+        yield cells
+    finally:
+        cells.calls_loop.close(cells.aclose())
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Cancel what still runs, do this, end."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await last
+
+        self.submit(end()).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 def in_thread(work: Callable[..., T], *arguments: Any) -> "Future[T]":
