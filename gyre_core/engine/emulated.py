@@ -151,6 +151,8 @@ class DecodingState:
                 self._work += (until_s - self._now_s) / self._token_s()
             if self._running:
                 self.busy_s += until_s - self._now_s
+            if until_s >= end_s:  # whatever rounding says of the time that was left
+                self._work = max(self._work, self._ends[0][0])
             self._now_s = until_s
             while self._ends and self._ends[0][0] <= self._work + _EPSILON:
                 _, rid = heapq.heappop(self._ends)

@@ -78,6 +78,18 @@ def test_decoding_aborted_keeps_whole_tokens_and_speeds_up_the_other():
     assert state.next_s() == pytest.approx(3.0 + 2.5 * 1.5)
 
 
+def test_decoding_late_on_the_clock_ends_although_the_last_piece_of_time_rounds_to_nothing():
+    costs = COSTS.model_copy(update={"beta_s": 1.0 / 3.0})
+    state, now_s = DecodingState(costs, slots=3), 5e9  # a double has half a microsecond here
+    ended = []
+    for number in range(200):
+        now_s += 0.7
+        state.start(f"c{number}", 1 + number % 3, prefill_s=0.1, now_s=now_s)
+        ended += state.finished(now_s)
+    ended += state.finished(now_s + 1e4)
+    assert sorted(ended) == sorted(f"c{number}" for number in range(200))
+
+
 def test_decoding_same_rid_twice_refused():
     state = DecodingState(COSTS, slots=4)
     state.start("a", 1, prefill_s=0.0, now_s=0.0)
