@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -42,7 +43,7 @@ _INTERRUPT_AGAIN_S = 1.0  # a satellite's request that began just after the inte
 _STOP_LIMIT_S = 3.0  # how long a satellite whose process ends tries to hand its gradient in
 
 
-class CellTrainer:
+class CellTrainer(ABC):
     """The trainer's side of a cell host; `cells/host.py` adds the engine and the roles."""
 
     def __init__(self, settings: CellSettings) -> None:
@@ -59,9 +60,9 @@ class CellTrainer:
         self._aside: tuple[list[Tensor], int] | None = None  # gradient and micro-steps before `sum_begin`
 
     @property
+    @abstractmethod
     def training(self) -> bool:
         """Whether the trainer works off steps now."""
-        raise NotImplementedError
 
     @property
     def policy_version(self) -> int:
