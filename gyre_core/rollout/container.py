@@ -31,7 +31,8 @@ from typing import Literal
 from gyre_core.clock import Clock, SystemClock
 from gyre_core.errors import SandboxError
 from gyre_core.rollout.backends import OOM_SCORE_ADJ, Identity, SandboxLimits, account_texts
-from gyre_core.rollout.sandbox import LOGS_DIR, own_user, unhurried
+from gyre_core.rollout.sandbox import LOGS_DIR, own_user
+from gyre_core.rollout.shield import finish_even_if_cancelled, unhurried
 from gyre_core.rollout.supervisor import DRAIN_LIMIT_S, BoundedLog, first_of
 from gyre_core.rollout.view import HOME_DIR, USER_NAME, WORKSPACE_DIR, Bind, checked_dest
 from gyre_core.rollout.workspace import give_tree, remove_tree
@@ -224,7 +225,7 @@ class ContainerSandbox:
                     error = f"the container did not start within {START_LIMIT_S:g} s"
             finally:
                 duration_s = self._clock.monotonic_s() - started
-                await _shielded(self._end(name, client))
+                await finish_even_if_cancelled(self._end(name, client))
             if not client.ready.is_set():
                 error = f"{error or 'the container could not be started'}: {log.tail_text().strip() or 'no output'}"
         finally:
@@ -343,16 +344,6 @@ class _Client:
         self._loop.remove_reader(fd)
         self.process.wait()
         self.ended.set()
-
-
-async def _shielded(work) -> None:
-    """Await `work` to its end; a cancellation in between is raised after it."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 def _mount(host: Path, inside: str, *flags: str) -> str:

@@ -26,6 +26,7 @@ from gyre_core.grading.verifier import SandboxRunner, grade_workspace
 from gyre_core.proxy.settings import HarnessName, LimitSettings, SamplingSettings
 from gyre_core.rollout.harness import build_command
 from gyre_core.rollout.keep import KeptWorkspace, WorkspaceKeeper
+from gyre_core.rollout.shield import finish_even_if_cancelled
 from gyre_core.rollout.workspace import prepare_workspace, remove_tree
 from gyre_core.trajectory.tree import Trajectory, TrajectoryTree
 from gyre_core.types import Grade, HarnessResult, Outcome, RolloutSpec
@@ -186,7 +187,7 @@ async def execute_rollout(
                 )
         await stage.close()
     except asyncio.CancelledError:
-        await _finish_even_if_cancelled(stage.give_up())
+        await finish_even_if_cancelled(stage.give_up())
         raise
     return stage.result()
 
@@ -216,7 +217,7 @@ async def grade_rollout(
             kept = await asyncio.to_thread(settle, grade)
     finally:
         if not keep_workspaces:
-            await _finish_even_if_cancelled(asyncio.to_thread(remove_tree, executed.workdir))
+            await finish_even_if_cancelled(asyncio.to_thread(remove_tree, executed.workdir))
     times = executed.times
     return FinishedRollout(
         spec=executed.spec,
@@ -298,7 +299,7 @@ class _Execution:
 
     async def run(self) -> None:
         async with self._timed("prepare_s", "the workspace could not be prepared"):
-            await _finish_even_if_cancelled(asyncio.to_thread(self._prepare))
+            await finish_even_if_cancelled(asyncio.to_thread(self._prepare))
         async with self._timed("prepare_s", "the proxy gave no session"):
             self.session = await self._create_session()
         async with self._timed("harness_s", "the harness could not be run"):
@@ -410,13 +411,3 @@ class _Execution:
             yield
         finally:
             self._durations[name] += self.clock.monotonic_s() - started
-
-
-async def _finish_even_if_cancelled(work) -> None:
-    """Await `work` to its end; a cancellation in between is raised after it."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

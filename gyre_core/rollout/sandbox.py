@@ -39,6 +39,7 @@ from gyre_core.rollout.backends import (
     may_mount,
     namespaces_launch,
 )
+from gyre_core.rollout.shield import unhurried
 from gyre_core.rollout.supervisor import Ended, supervise
 from gyre_core.rollout.view import HOME_DIR, USER_NAME, Bind, interpreter_prefixes, plan_view
 from gyre_core.rollout.workspace import give_tree, remove_plain, remove_tree
@@ -287,13 +288,3 @@ def _to_result(ended: Ended) -> HarnessResult:
         finished_s=ended.finished_s,
         error=ended.error,
     )
-
-
-async def unhurried(function, *arguments) -> None:
-    """Run a blocking function in a thread, to its end even when cancelled meanwhile."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        raise
