@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from gyre_core.types import Role
-from tests.support.harnesses import (
-    assert_recorded,
-    assert_steps,
-    assert_survived_crash,
-    assert_survived_silence,
-    run_harness,
-)
+from tests.support.harnesses import assert_recorded, assert_steps, run_harness
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(700)]
 
@@ -28,19 +22,3 @@ def test_claude_code_tour_shows_two_sub_agents_at_once_and_a_compaction(tmp_path
     assert results.index("[sub 2]") < results.index("[aide 2]")
     assert run.summary["branches"] == {"main": 2, "main-summary": 1, "sub-agent": 2}
     assert (run.workspace / "aide.txt").read_text() == "aide\n"
-
-
-def test_claude_code_silent_engine_is_waited_for(tmp_path: Path) -> None:
-    run = run_harness("claude-code", "silence", tmp_path, "--stall-s", "4", "--keepalive-s", "0.5", timeout_s=680)
-    assert_survived_silence(run, stall_s=4, keepalive_s=0.5)
-
-
-def test_claude_code_proxy_killed_behind_an_open_reply_goes_on(tmp_path: Path) -> None:
-    options = ("--crash", "--stall-s", "2", "--keepalive-s", "0.5")
-    assert_survived_crash(run_harness("claude-code", "silence", tmp_path, *options, timeout_s=680))
-
-
-@pytest.mark.slow
-def test_claude_code_six_minutes_of_silence_are_waited_for(tmp_path: Path) -> None:
-    run = run_harness("claude-code", "silence", tmp_path, timeout_s=680)
-    assert_survived_silence(run, stall_s=360, keepalive_s=15)
