@@ -102,13 +102,6 @@ class PackedMicroStep:
             end = int(self.segment_end[segment]) if segment >= 0 else 0
         return np.concatenate(runs[::-1])
 
-    def ancestors(self, segment: int) -> Indices:
-        """Packed indices of the tokens above a segment, ascending; empty for a root."""
-        above = int(self.segment_parent[segment])
-        if above < 0:
-            return np.empty(0, np.int64)
-        return self.path(int(self.segment_end[above]) - 1)
-
 
 def pack_for_training(branches: Sequence[TrainingBranch], train: "TrainConfig") -> list[PackedMicroStep]:
     """Pack as a run's settings say. Everything that trains, or says what was trained, packs with this."""

@@ -125,15 +125,6 @@ class TokenTree:
             current = current.parent
         return np.concatenate(parts[::-1]) if parts else np.zeros(0, np.int32)
 
-    def is_ancestor(self, ancestor: LiveNode, node: LiveNode) -> bool:
-        """Whether the path of `node` passes through the end of `ancestor`."""
-        current: LiveNode | None = node
-        while current is not None and current.end >= ancestor.end:
-            if current is ancestor:
-                return True
-            current = current.parent
-        return False
-
     def freeze(self, rollout_id: str) -> tuple[TrajectoryTree, dict[int, int]]:
         """The tree as immutable nodes in depth-first order, siblings by age, and node ids by handle serial."""
         nodes: list[TreeNode] = []

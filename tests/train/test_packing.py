@@ -33,14 +33,14 @@ def check_invariants(
         assert step.segment_end[-1] == step.num_tokens
         assert np.array_equal(step.segment_start[1:], step.segment_end[:-1])
         children = np.bincount(step.parent[~roots], minlength=step.num_tokens)
-        for segment, (start, end) in enumerate(zip(step.segment_start, step.segment_end, strict=True)):
+        for start, end in zip(step.segment_start, step.segment_end, strict=True):
             assert np.array_equal(step.parent[start + 1 : end], np.arange(start, end - 1))
             assert np.all(children[start : end - 1] == 1), "a segment forks inside"
             above, walked = int(step.parent[start]), []
             while above >= 0:
                 walked.append(above)
                 above = int(step.parent[above])
-            assert step.ancestors(segment).tolist() == walked[::-1]
+            assert step.path(int(start)).tolist() == [*walked[::-1], start]
         for index, key in enumerate(step.branches):
             branch = wanted[key.rollout_id, key.branch]
             packed_keys.append((key.rollout_id, key.branch))
@@ -108,7 +108,7 @@ def test_pack_branches_two_rollouts_of_a_group_gives_the_trie_by_hand() -> None:
     assert step.segment_start.tolist() == [0, 3, 4]
     assert step.segment_end.tolist() == [3, 4, 6]
     assert step.segment_parent.tolist() == [-1, 0, 0]
-    assert step.ancestors(2).tolist() == [0, 1, 2]
+    assert step.path(4).tolist() == [0, 1, 2, 4]
     assert step.branch_leaf.tolist() == [3, 5]
     assert step.rows.child.tolist() == [2, 3, 2, 4, 5]  # both rollouts have a row on the edge 8 -> 5
     assert step.rows.branch.tolist() == [0, 0, 1, 1, 1]

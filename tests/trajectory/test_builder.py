@@ -122,14 +122,6 @@ def test_tail_has_whole_nodes_and_at_least_the_tokens_asked_for() -> None:
     assert word(tree.tail_ids(node, 99)) == "abcde"
 
 
-def test_ancestor_is_told_by_its_end() -> None:
-    tree = TokenTree()
-    prompt = attach(tree, "abc")
-    output = sample(tree, prompt, "d", "c0")
-    other = attach(tree, "abx")
-    assert tree.is_ancestor(prompt, output) and not tree.is_ancestor(prompt, other)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=30))
 def test_prompt_only_tree_is_the_trie_of_its_prompts(prompts: list[str]) -> None:
