@@ -148,6 +148,7 @@ async def test_row_agent_uses_its_whole_time_is_graded_with_the_verifiers_own_bu
     finished = await rows.rollout(problem, CALL + "echo 0.5 > answer; sleep 1000")
     assert finished.harness.timed_out
     assert (finished.grade.outcome, finished.grade.reward) == (Outcome.TIME_LIMIT, 0.5)
+    assert finished.grade.verifier_attempts == 1, "not ended by the agent's limit and tried again"
     assert finished.grade.verifier_s >= 0.7, "longer than the agent's whole time"
 
 

@@ -254,7 +254,8 @@ def test_all_acknowledgements_lost_the_commit_is_found_by_its_token(
         commit_group(store, "g0")
     check(url, [], others=("g0",))
     proxy.plan = lambda _method, _path: None
-    assert store.commit("group", {}, {}, "g0").repeated
+    found = store.commit("group", {}, {}, "g0")
+    assert (found.repeated, found.seq) == (True, 0)
     check(url, ["g0"])
 
 

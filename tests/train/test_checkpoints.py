@@ -14,7 +14,7 @@ import torch
 
 from gyre_core.config.models import TrainConfig
 from gyre_core.errors import TrainError
-from gyre_core.train.checkpoint_manifest import FORMAT, read_manifest
+from gyre_core.train.checkpoint_manifest import FORMAT, MANIFEST, read_manifest
 from gyre_core.train.megatron import checkpoint
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.packing import pack_branches
@@ -155,7 +155,8 @@ def test_begin_checkpoint_state_may_change_while_it_is_written(make_trainer, tmp
         assert not (tmp_path / "one").exists()  # not there before it is durable
         go.set()
         saved = pending.result()
-    assert saved.size_bytes > 0
+    files = [path for path in (tmp_path / "one").rglob("*") if path.is_file() and path.name != MANIFEST]
+    assert saved.size_bytes == sum(path.stat().st_size for path in files)
     assert trainer.load_checkpoint(tmp_path / "one") == {"n": 1}
     assert trainer.weights_digest() == before
     assert read_manifest(tmp_path / "one").policy_version == 4
