@@ -16,7 +16,9 @@ from gyre_core.config import load_run_config
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gyre_core", "flows", "tasks")
 MAX_LINES = 500
-LONGER_FOR_A_REASON: dict[str, str] = {}  # path -> why it is one file
+LONGER_FOR_A_REASON: dict[str, str] = {
+    "gyre_core/sim/world.py": "the handlers of one discrete-event world, which share its state",
+}  # path -> why it is one file
 
 # Places of the machines this was written on. Joined here so that this file does not hold them itself.
 _PARTS = ("/work", "/"), ("/root", "/"), ("/tmp", "/plan"), ("/opt", "/pypi"), ("/opt", "/wheels"), ("..", "/shared")
@@ -44,7 +46,7 @@ def project() -> dict:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def test_import_layers_are_kept() -> None:
@@ -90,7 +92,7 @@ def test_code_has_no_unfinished_parts() -> None:
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "AGENTS.md"])
 def test_documents_name_commands_that_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    named = set(re.findall(r"\bmake ([a-z]+)(?=[\s`]|$)", text)) - {"and"}
+    named = set(re.findall(r"\bmake ([a-z-]+)(?=[\s`]|$)", text)) - {"and"}
     assert named and named <= make_targets(), named - make_targets()
 
 
@@ -119,7 +121,7 @@ def test_documents_links_lead_somewhere() -> None:
 
 def test_makefile_targets_are_listed_by_help() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(re.findall(r"^make ([a-z]+)", done.stdout, re.MULTILINE)) == make_targets()
+    assert set(re.findall(r"^make ([a-z-]+)", done.stdout, re.MULTILINE)) == make_targets()
 
 
 def test_makefile_prints_nothing_after_the_command(tmp_path: Path) -> None:
