@@ -96,12 +96,18 @@ async def unmoved(engine: RunningEngine, ids: list[int], num_tokens: int) -> lis
 
 
 async def abort_half_way(client: SGLangClient, ids: list[int], rid: str) -> Generation:
-    """A long greedy call, aborted while it samples."""
-    call = asyncio.create_task(client.generate(ids, greedy(700), rid=rid, cache_salt="0"))
-    # A call that started later and is over: the first one has sampled as many tokens by then. It leaves no whole page.
-    await client.generate([5], greedy(PAGE_TOKENS - 2), rid=f"tick-{rid}", cache_salt="0")
-    await client.abort(rid)
-    return await call
+    """A long greedy call, aborted while it samples. One that was still waiting for the store's pages gets more time."""
+    for attempt in range(1, 40):
+        call = asyncio.create_task(client.generate(ids, greedy(700), rid=f"{rid}-{attempt}.", cache_salt="0"))
+        # Short calls that started later and are over: the first one has sampled as many tokens by then, once its
+        # prompt's pages were looked for. They leave no whole page.
+        for tick in range(attempt):
+            await client.generate([5], greedy(PAGE_TOKENS - 2), rid=f"tick-{rid}-{attempt}-{tick}.", cache_salt="0")
+        await client.abort(f"{rid}-{attempt}.")
+        generation = await call
+        if len(generation.output_ids):
+            return generation
+    raise AssertionError("the call was never sampling when it was aborted")
 
 
 async def test_call_moved_after_write_through_recomputes_at_most_one_page(
