@@ -167,7 +167,8 @@ def processes_of(runs: Path) -> list[str]:
 
 def test_train_interrupted_by_sigint_leaves_no_process(tmp_path: Path, heldout: Path) -> None:
     runs = tmp_path / "runs"
-    command = [*GYRE, "train", str(QUICKSTART / "run.toml"), "--run", "r1", *settings(runs, heldout)]
+    overrides = settings(runs, heldout, **{"scheduler.cells": "1"})
+    command = [*GYRE, "train", str(QUICKSTART / "run.toml"), "--run", "r1", *overrides]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment, start_new_session=True
