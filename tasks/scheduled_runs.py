@@ -111,7 +111,7 @@ def _utc(epoch_s: float) -> DateTime:
 
 
 def _own_deployment() -> UUID | None:
-    found = deployment.get_id()
+    found = deployment.id
     return None if found is None else UUID(str(found))
 
 
