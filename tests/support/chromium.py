@@ -149,7 +149,7 @@ def _page_address(browser: subprocess.Popen[bytes], profile: Path) -> str:
     port_file = profile / "DevToolsActivePort"
     while time.monotonic() < deadline and browser.poll() is None:
         with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
-            port = int(port_file.read_text().splitlines()[0])
+            port = int(port_file.read_text().partition("\n")[0])  # a ValueError while the file is still empty
             for target in httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=10, trust_env=False).json():
                 if target["type"] == "page":
                     return target["webSocketDebuggerUrl"]
