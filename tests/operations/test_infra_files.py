@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -76,11 +77,10 @@ def test_manifests_name_only_objects_that_are_there() -> None:
 
 @pytest.mark.parametrize("path", [*KUBERNETES, None], ids=lambda path: path.name if path else "rendered job")
 def test_manifests_follow_the_schema_of_kubernetes(path: Path | None) -> None:
-    """Strict: unknown keys are refused. Needs the package kubernetes-validate, which has the schemas."""
-    validator = pytest.importorskip("kubernetes_validate")
+    """Strict: unknown keys are refused. The package kubernetes-validate has the schemas."""
     items = [rendered_job()] if path is None else list(yaml.safe_load_all(path.read_text()))
     for item in items:
-        validator.validate(item, validator.latest_version(), strict=True)
+        kubernetes_validate.validate(item, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_compose_file_has_the_settings_of_gyre_up_and_no_secret() -> None:

@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import flow
 from prefect.client.orchestration import get_client
 
-from flows.rollout import TASK_RUNNER
-from flows.train import train_step
 from gyre_core.errors import GyreError
 from gyre_core.run_folder import RunFolder
 from gyre_core.types import RolloutSpec
-from tasks.context import RunContext
 from tasks.work_pools import ROLLOUT_POOL, TRAIN_POOL, WorkPools
-from tests.orchestration.test_training_flow import NoAdmin, Rollouts
+from tests.orchestration.test_training_flow import NoAdmin, Rollouts, steps_flow
 from tests.support.runs import FakeFleet, SimulatedDeath, make_context, small_config
 
 
@@ -44,12 +40,6 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> GatedRollouts:
     monkeypatch.setattr("tasks.grading.grade", made.grade)
     monkeypatch.setattr("tasks.rollouts.ProxyPool", NoAdmin)
     return made
-
-
-@flow(task_runner=TASK_RUNNER, validate_parameters=False)
-def steps_flow(run: RunContext, until: int) -> None:
-    for step in range(run.policy_version, until):
-        train_step(run, step)
 
 
 class LettingGo(FakeFleet):
