@@ -8,9 +8,9 @@ the next task that ends. Woken by: that task's callback, a cell that comes back,
 Nothing polls.
 """
 
+import heapq
 import queue
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
@@ -19,6 +19,7 @@ from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from gyre_core.config import RunConfig
+from gyre_core.scheduler.admission import Key, admission_of
 from gyre_core.types import RolloutSpec
 from tasks.context import Box, RunContext
 from tasks.grading import grade_rollout
@@ -45,7 +46,9 @@ class RolloutStream:
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._waiting: deque[RolloutSpec] = deque()
+        self._admission = admission_of(run.config.scheduler.policy)
+        self._waiting: list[tuple[Key, int, RolloutSpec]] = []  # a heap: the next to be admitted first
+        self._added = 0
         self._running = 0
         self._missing: dict[str, int] = {}  # group -> members that are not processed yet
         self._members: dict[str, list[Box[Any]]] = {}
@@ -55,12 +58,23 @@ class RolloutStream:
         self._ended: queue.SimpleQueue[tuple[str, str, PrefectFuture[Any] | None]] = queue.SimpleQueue()
 
     def add(self, groups: Sequence[Sequence[RolloutSpec]]) -> None:
-        """Rollouts to run, in this order; those of one group start together, so that early groups are whole early."""
+        """Rollouts to run, in the order of the policy's admission; alike ones as they come.
+
+        Those of one group start together, so that early groups are whole early.
+        """
+        scheduling = self._run.scheduling
         for group in groups:
-            self._waiting.extend(group)
-            self._missing[group[0].group_id] = len(group)
-            self._members[group[0].group_id] = []
-            self._run.scheduling.burst.dispatched(len(group), step=group[0].step)
+            first = group[0]
+            scheduling.estimates.group_added(
+                first.group_id, step=first.step, problem_id=first.problem_id, rollouts=len(group)
+            )
+            key = self._admission(first.step, scheduling.estimates.predicted(first.problem_id))
+            for spec in group:
+                heapq.heappush(self._waiting, (key, self._added, spec))
+                self._added += 1
+            self._missing[first.group_id] = len(group)
+            self._members[first.group_id] = []
+            scheduling.burst.dispatched(len(group), step=first.step)
         self._start()
 
     def put(self, groups: Collection[CompleteGroup]) -> None:
@@ -110,8 +124,9 @@ class RolloutStream:
         result: Any = future.result() if future is not None else None
         if stage == "execute":
             self._running -= 1
-            self._run.scheduling.estimates.rollout_ended(result.value.spec.rollout_id, time.monotonic())
-            self._run.scheduling.burst.finished(step=result.value.spec.step)
+            spec = result.value.spec
+            self._run.scheduling.estimates.rollout_ended(spec.rollout_id, spec.group_id, time.monotonic())
+            self._run.scheduling.burst.finished(step=spec.step)
             self._watch("grade", group_id, grade_rollout.submit(self._run, result))
         elif stage == "grade":
             self._watch("process", group_id, process_rollout.submit(self._run, result))
@@ -132,9 +147,9 @@ class RolloutStream:
 
     def _start(self) -> None:
         while self._waiting and self._running < self._run.scheduling.capacity():
-            spec = self._waiting.popleft()
+            _, _, spec = heapq.heappop(self._waiting)
             self._running += 1
-            self._run.scheduling.estimates.rollout_started(spec.rollout_id, spec.step, time.monotonic())
+            self._run.scheduling.estimates.rollout_started(spec.rollout_id, spec.group_id, time.monotonic())
             self._watch("execute", spec.group_id, execute_rollout.submit(self._run, spec))
 
     def _watch(self, stage: str, group_id: str, future: PrefectFuture[Any]) -> None:

@@ -18,6 +18,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from gyre_core.cells.fleet import CellFleet
+from gyre_core.cells.fleet_proxies import EngineLoad
 from gyre_core.config import RunConfig
 from gyre_core.errors import GyreError
 from gyre_core.scheduler.burst import Burst, QueueView
@@ -68,7 +69,7 @@ class Scheduling:
     def open(self) -> None:
         """All cells serve from now on, but those that a fixed split trains with."""
         self._fleet.open()
-        for cell in self._fleet.views():
+        for cell in self._fleet.views(ask=False):
             self.timeline.mark(cell.cell_id, _SHOWN.get(cell.state, "switch"))
         while self.tick().moved:  # a fixed split takes its places before the first rollout
             continue
@@ -96,13 +97,17 @@ class Scheduling:
         cells = self._fleet.views()
         scheduler, rollout = self._config.scheduler, self._config.rollout
         now_s, scale = time.monotonic(), self._config.clock_scale
+        token_s, token_load_s = token_speed(self._fleet.load)
         return self.burst.snapshot(
             tuple(replace(cell, moved_s=self._moved_s.get(cell.cell_id, cell.moved_s)) for cell in cells),
             self._queue(cells),
             train_cells=scheduler.train_cells,
             staleness=scheduler.staleness,
             now_s=now_s * scale,
+            token_s=token_s * scale,
+            token_load_s=token_load_s * scale,
             microstep_s=self.estimates.microstep_s * scale,
+            group_microsteps=self.estimates.group_microsteps,
             tail_s=self.estimates.tail_s(self.burst.step, now_s) * scale,
             tail_ratio=self.estimates.tail_ratio(
                 staleness=scheduler.staleness,
@@ -191,7 +196,7 @@ class Scheduling:
         else:
             self.moves += 1
             self._reporter.role_change(move.cell_id, move.to, move.reason, epoch=int(report.get("epoch", 0)))
-        for cell in self._fleet.views():
+        for cell in self._fleet.views(ask=False):
             if cell.cell_id == move.cell_id:
                 self.timeline.mark(cell.cell_id, _SHOWN.get(cell.state, "switch"))
         return report
@@ -202,7 +207,7 @@ class Scheduling:
         self.decisions.append({"step": self.burst.step, **decision.as_json()})
 
     def _count_capacity(self, *, without: str = "") -> None:
-        cells = self._fleet.views()
+        cells = self._fleet.views(ask=False)
         serving = [cell for cell in cells if cell.state is CellState.ROLLOUT and cell.cell_id != without]
         slots = sum(cell.slots for cell in serving)
         training = sum(cell.state in {CellState.TRAINING, CellState.DRAINING} for cell in cells)
@@ -226,6 +231,19 @@ class Scheduling:
         if kind in {"cell_dead", "cell_restarted"}:
             self._count_capacity()
             self.burst.poke()
+
+
+def token_speed(load: EngineLoad) -> tuple[float, float]:
+    """(seconds of a token on an engine that serves nothing else, what each further resident of an engine adds).
+
+    A resident is in its tools part of the time: the share of residents whose calls run now is taken for all. While
+    nothing is known a token takes a second and no resident matters, as a snapshot's defaults say.
+    """
+    if load.speed is None:
+        return 1.0, 0.0
+    residents = sum(load.residents.values())
+    calling = min(1.0, sum(load.busy.values()) / residents) if residents else 1.0
+    return load.speed.token_s, load.speed.load_s * calling
 
 
 @task(name="rebalance_cells", task_run_name="step {step_label} / rebalance", cache_policy=NO_CACHE)

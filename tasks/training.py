@@ -106,6 +106,7 @@ def stream_train(run: RunContext, step_label: int, inbox: Box[Inbox]) -> Box[Tra
         "trainers": float(len({_trainer(session) for session in account.taken.values()})),
     }
     run.scheduling.estimates.step_ended(
+        groups=len(step.trained) - step.without_signal,
         micro_steps=len(account.branches),
         forward_backward_s=stats["forward_backward_s"],
         optimizer_s=stats["gradients_s"] + stats["optimizer_s"],

@@ -26,7 +26,7 @@ from gyre_core.cells.client import CellClient
 from gyre_core.cells.fleet_cell import CellHooks, ManagedCell, status_of
 from gyre_core.cells.fleet_launch import Launch, LocalLauncher
 from gyre_core.cells.fleet_moves import DRAIN_S, CellMoves
-from gyre_core.cells.fleet_proxies import EngineBoard
+from gyre_core.cells.fleet_proxies import EngineBoard, EngineLoad
 from gyre_core.cells.fleet_records import CellLostError, CellRefresh, MoveReport, RefreshReport
 from gyre_core.cells.heartbeat import PulseRule
 from gyre_core.cells.settings import CellSettings
@@ -152,9 +152,17 @@ class CellFleet:
         if self._failed:
             raise EngineError(self._failed)
 
-    def views(self) -> tuple[CellView, ...]:
-        """The cells in their order, as a policy sees them; `moved_s` on the fleet's monotonic clock."""
-        residents = self._board.residents()
+    @property
+    def load(self) -> EngineLoad:
+        """What the engines served when `views` last asked."""
+        return self._board.load
+
+    def views(self, *, ask: bool = True) -> tuple[CellView, ...]:
+        """The cells in their order, as a policy sees them; `moved_s` on the fleet's monotonic clock.
+
+        `ask=False`: their states now, without asking the proxies for their residents.
+        """
+        residents = (self._board.look() if ask else self._board.load).residents
         views = []
         for cell in self._cells:
             record = cell.record

@@ -7,10 +7,12 @@ that the last list told is the newest belief. Calls of an engine that is drained
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from gyre_core.engine.speed import TokenSpeed, fit_speed
 from gyre_core.errors import ProxyError
 from gyre_core.proxy.drains import DrainReport
 from gyre_core.proxy.pool import ProxyPool, Shards
@@ -20,6 +22,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_S = 10.0  # for a status, which policies wait for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What engines serve, by URL.
+
+    Example: EngineLoad(residents={url: 8}, busy={url: 3}, speed=TokenSpeed(start_s=0.1, token_s=0.02, load_s=0.001))
+    """
+
+    residents: Mapping[str, int] = field(default_factory=dict)  # open sessions that it served last
+    busy: Mapping[str, int] = field(default_factory=dict)  # calls that run on it, and slots held for some
+    speed: TokenSpeed | None = None  # on the wall's clock; None: too few calls so far
 
 
 class EngineBoard:
@@ -36,7 +50,7 @@ class EngineBoard:
         self._version = version
         self._lock = threading.Lock()  # held while the list is made and told: the last told is the newest
         self._open = False
-        self._residents: dict[str, int] = {}
+        self._load = EngineLoad()
         self._pool: ProxyPool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -68,14 +82,23 @@ class EngineBoard:
         """
         return self._run(lambda pool: pool.drain(url, timeout_s=timeout_s))
 
-    def residents(self) -> dict[str, int]:
-        """Open sessions by the engine that served them last; as last known when a proxy does not answer."""
+    @property
+    def load(self) -> EngineLoad:
+        """As last looked at."""
+        return self._load
+
+    def look(self) -> EngineLoad:
+        """Ask the proxies; as last known when one does not answer."""
         try:
             status = self._run(lambda pool: asyncio.wait_for(pool.status(), _LOOK_S))
-            self._residents = {engine["url"]: int(engine["residents"]) for engine in status["engines"]}
+            self._load = EngineLoad(
+                residents={engine["url"]: int(engine["residents"]) for engine in status["engines"]},
+                busy={engine["url"]: int(engine["busy"]) for engine in status["engines"]},
+                speed=fit_speed(status["speed"], processes=len(self._shards.addresses)),
+            )
         except (ProxyError, TimeoutError) as error:
             logger.info("the proxies do not say where sessions are: %r", error)
-        return self._residents
+        return self._load
 
     def close(self) -> None:
         """Close the connections. May be repeated."""

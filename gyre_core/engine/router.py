@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gyre_core.clock import Clock, SystemClock
+from gyre_core.engine.speed import SpeedMeter
 from gyre_core.types import Json
 
 FIRST_BACKOFF_S = 0.25  # an engine that hiccups is asked again soon
@@ -294,6 +295,7 @@ class Router:
         self._futures: dict[int, asyncio.Future[Grant]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.state = RouterState()
+        self.meter = SpeedMeter()
 
     async def acquire(self, session_id: str, ticket: int | None = None) -> Grant:
         """Wait for a slot; a call that had one brings its ticket. Cancelling gives up the place in the queue.
@@ -301,6 +303,7 @@ class Router:
         The caller says `leave` when the call ends, because a drain asks for its next slot before it does.
         """
         if ticket is not None and (held := self.state.claim(ticket)) is not None:
+            self.meter.begin(held.ticket, held.url, self._clock.monotonic_s())
             return held
         ticket = self.state.enqueue(session_id, ticket)
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
@@ -316,8 +319,12 @@ class Router:
         finally:
             self._futures.pop(ticket, None)
 
-    def release(self, grant: Grant, *, failed: bool | None = False) -> None:
-        """Give a slot back and say whether the engine did its work; None when that is not known."""
+    def release(self, grant: Grant, *, failed: bool | None = False, tokens: int = 0) -> None:
+        """Give a slot back and say whether the engine did its work; None when that is not known.
+
+        `tokens`: what was sampled there since the grant.
+        """
+        self.meter.end(grant.ticket, grant.url, self._clock.monotonic_s(), tokens)
         self.state.release(grant)
         if failed:
             self.state.failed(grant.url, self._clock.monotonic_s(), grant.granted_s)
@@ -350,6 +357,7 @@ class Router:
         for grant in self.state.grants(now_s):
             future = self._futures.get(grant.ticket)
             if future is not None and not future.done():
+                self.meter.begin(grant.ticket, grant.url, now_s)
                 future.set_result(grant)
             else:
                 self.state.release(grant)

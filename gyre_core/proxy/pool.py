@@ -13,6 +13,7 @@ Verbs that met a process while it was down are tried again.
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from typing import TypeVar
 
 import xxhash
 
+from gyre_core.engine.speed import add_sums
 from gyre_core.errors import ProxyError
 from gyre_core.proxy.admin_client import CreatedSession, ProxyAdmin
 from gyre_core.proxy.drains import DrainReport
@@ -403,6 +405,7 @@ def merge_status(rows: Sequence[Json], restarts: Sequence[int]) -> Json:
         **{name: sum(row[name] for row in rows) for name in names},
         "policy_version": min(row["policy_version"] for row in rows),
         "engines": merge_engines(engine for row in rows for engine in row["engines"]),
+        "speed": functools.reduce(add_sums, (row["speed"] for row in rows)),
         "counters": dict(counters),
         "restarts": sum(restarts),
         "processes": [{**row, "restarts": number} for row, number in zip(rows, restarts, strict=True)],

@@ -152,7 +152,7 @@ class Sampler:
             raise
         finally:
             self.counters["calls_moved"] += moved
-            self.router.release(grant, failed=failed)
+            self.router.release(grant, failed=failed, tokens=num_tokens)
             self._drains.left(grant, moved=moved, num_tokens=num_tokens, given_up=given_up)
 
     async def _settle(self, call: PartialCall, grant: Grant) -> None:

@@ -142,6 +142,7 @@ class Proxy:
             "sampled_tokens": sum(row["sampled_tokens"] for row in sessions),
             "policy_version": state.version,
             "engines": state.describe(),
+            "speed": list(self.router.meter.sums),
             "counters": {**self.sampler.counters, **(totals + self.sampler.counters + own)},
         }
 

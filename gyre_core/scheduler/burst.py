@@ -153,7 +153,8 @@ class Burst:
         if not cells:
             raise ValueError("a run has at least one cell")
         with self._changed:
-            ready = self._waiting + min(self._handed, queue.pending)
+            queued = min(self._handed, queue.pending)
+            ready = self._waiting + queued
             if self._untrained and self._sealed and not ready:
                 ready = 1  # closing the step is work for the core, also when no group has a signal
             return Snapshot(
@@ -162,6 +163,8 @@ class Burst:
                 finished=self._finished,
                 ready_groups=ready,
                 untrained_groups=self._untrained,
+                queued_groups=queued,
+                ungraded_groups=max(0, self._untrained - self._waiting - self._handed),
                 pending_microsteps=queue.pending + queue.leased,
                 next_ready_groups=self._next_ready,
                 pending_dispatch=self._pending_dispatch,

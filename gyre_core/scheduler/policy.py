@@ -57,6 +57,7 @@ class Snapshot:
 
     due_rollouts: int | None = None  # unfinished ones of the open step alone; None: not told apart from later steps
     # What elastic_predictive foresees from; with the defaults it decides by the counters alone.
+    queued_groups: int = 0  # of the ready groups: those whose micro-steps are pending already
     ungraded_groups: int = 0  # of the open step: their training is still to come
     now_s: float = 0.0
     token_s: float = 1.0  # a token's time on a cell that serves nothing else; with token_load_s, as measured
@@ -68,7 +69,7 @@ class Snapshot:
     @property
     def work(self) -> int:
         """Micro-steps to train, those of graded groups included."""
-        return self.pending_microsteps + int(self.ready_groups * self.group_microsteps)
+        return self.pending_microsteps + int((self.ready_groups - self.queued_groups) * self.group_microsteps)
 
     def token_time_s(self, cells: int) -> float:
         """A token's time when so many cells serve the present rollouts, as far as it is known."""

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 
+from gyre_core.cells.fleet_proxies import EngineLoad
+from gyre_core.engine.speed import TokenSpeed
 from gyre_core.errors import GyreError
 from gyre_core.run_folder import RunFolder
 from gyre_core.types import RolloutSpec
+from tasks.scheduling import token_speed
 from tasks.work_pools import ROLLOUT_POOL, TRAIN_POOL, WorkPools
 from tests.orchestration.test_training_flow import NoAdmin, Rollouts, steps_flow
 from tests.support.runs import FakeFleet, SimulatedDeath, make_context, small_config
@@ -138,6 +141,34 @@ def test_core_that_dies_before_its_step_is_saved_trains_the_step_again(tmp_path:
     assert (record.version_after, len(record.groups_trained)) == (1, 2)
     assert Counter(fleet.handed) == dict.fromkeys(record.groups_trained, 2), "both were handed over once more"
     assert set(rollouts.executed.values()) == {1}, "no rollout was run again"
+
+
+@pytest.mark.parametrize("longest", ["a", "b"])
+def test_longest_problem_is_admitted_first_by_the_policy_that_looks_ahead(
+    tmp_path: Path, rollouts: GatedRollouts, longest: str
+) -> None:
+    config = small_config(tmp_path, rollout__slots=3, scheduler={"policy": "elastic_predictive"})
+    run = make_context(config, RunFolder.create(config, "r1"), FakeFleet(policy_version=0), problem_ids=("a", "b"))
+    estimates = run.scheduling.estimates
+    for problem in "ab":
+        seconds = 30.0 if problem == longest else 10.0
+        estimates.group_added(f"old-{problem}", step=-1, problem_id=problem, rollouts=1)
+        estimates.rollout_started(problem, f"old-{problem}", 0.0)
+        estimates.rollout_ended(problem, f"old-{problem}", seconds)
+    steps_flow(run, 1)
+    shortest = {"a": "b", "b": "a"}[longest]
+    started = [rollout_id.split("-")[1] for rollout_id in rollouts.executed]
+    assert started == [longest] * 3 + [shortest] * 3
+    predicted = run.store.read_steps()[0].extra["decisions"][0]["snapshot"]
+    assert predicted["ungraded_groups"] + predicted["ready_groups"] == 2
+
+
+def test_token_speed_counts_residents_in_their_tools_as_no_load() -> None:
+    speed = TokenSpeed(start_s=0.0, token_s=0.02, load_s=0.004)
+    load = EngineLoad(residents={"a": 6, "b": 2}, busy={"a": 2, "b": 0}, speed=speed)
+    assert token_speed(load) == (0.02, pytest.approx(0.004 * 2 / 8))
+    assert token_speed(EngineLoad(residents={"a": 6}, busy={"a": 2})) == (1.0, 0.0)
+    assert token_speed(EngineLoad(speed=speed)) == (0.02, 0.004)
 
 
 def test_work_pools_follow_the_cells() -> None:

@@ -146,6 +146,7 @@ def test_merge_status_sums_numbers_and_keeps_each_process() -> None:
             "sessions": i + 1,
             "policy_version": 3 - i,
             "engines": [{"url": "http://e", "slots": 2, "busy": i, "residents": 3, "version": 4 - i, "rank": 2}],
+            "speed": [1.0 + i, 2.0],
             "counters": {"calls_resumed": 1, f"only_{i}": 1},
         }
         for i in range(2)
@@ -153,5 +154,6 @@ def test_merge_status_sums_numbers_and_keeps_each_process() -> None:
     merged = merge_status(rows, [0, 4])
     assert (merged["sessions"], merged["policy_version"], merged["restarts"]) == (3, 2, 4)
     assert merged["engines"] == [{"url": "http://e", "slots": 4, "busy": 1, "residents": 6, "version": 3, "rank": 2}]
+    assert merged["speed"] == [3.0, 4.0]
     assert merged["counters"] == {"calls_resumed": 2, "only_0": 1, "only_1": 1}
     assert [(row["sessions"], row["restarts"]) for row in merged["processes"]] == [(1, 0), (2, 4)]

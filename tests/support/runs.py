@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gyre_core.cells.fleet_proxies import EngineLoad
 from gyre_core.config import RunConfig, parse_run_config
 from gyre_core.grading.problems import Problem
 from gyre_core.metrics import MetricsWriter
@@ -66,7 +67,9 @@ class FakeFleet:
 
     def on_event(self, listener: Any) -> None: ...
 
-    def views(self) -> tuple[CellView, ...]:
+    load = EngineLoad()
+
+    def views(self, *, ask: bool = True) -> tuple[CellView, ...]:
         with self._changed:
             return tuple(
                 CellView(cell_id=f"cell-{index}", state=state, slots=self.slots)
