@@ -147,7 +147,7 @@ def test_core_that_dies_before_its_step_is_saved_trains_the_step_again(tmp_path:
 def test_longest_problem_is_admitted_first_by_the_policy_that_looks_ahead(
     tmp_path: Path, rollouts: GatedRollouts, longest: str
 ) -> None:
-    config = small_config(tmp_path, rollout__slots=3, scheduler={"policy": "elastic_predictive"})
+    config = small_config(tmp_path, rollout__slots=1, scheduler={"policy": "elastic_predictive"})
     run = make_context(config, RunFolder.create(config, "r1"), FakeFleet(policy_version=0), problem_ids=("a", "b"))
     estimates = run.scheduling.estimates
     for problem in "ab":
