@@ -63,7 +63,8 @@ def open_run(
             running_services(config, folder, policy_version=policy_version, checkpoint=checkpoint)
         )
         reporter = RunReporter(run_id, num_steps=config.train.steps)
-        scheduling = Scheduling(config, services.fleet, reporter, pools=WorkPools.open())
+        pools = stack.enter_context(contextlib.closing(WorkPools.open()))
+        scheduling = Scheduling(config, services.fleet, reporter, pools=pools)
         run = RunContext(
             config=config,
             folder=folder,

@@ -31,12 +31,23 @@ from gyre_core.bench.elastic_scale import Scaled, scale
 from gyre_core.rollout.dispatch import plan_groups, problems_of_step
 from gyre_core.rollout.workload import plan_rollout
 from gyre_core.sim.bound import Bound
+from gyre_core.sim.compare import MOVING, Variant
 from gyre_core.sim.draw import GroupDraw, RolloutDraw, Source
 from gyre_core.sim.model import Scenario
 from gyre_core.sim.presets import PRESETS
 from gyre_core.sim.world import simulate
 
-POLICIES = ("elastic", "elastic_predictive", "async_off1", "async_stream", "colocate")
+# As in `gyre simulate`: fixed splits with their best split, `_half` with the half; `colocate` one batch at a time,
+# `colocate_ahead` with later batches beside, within the staleness.
+POLICIES = (
+    "elastic",
+    "elastic_predictive",
+    "async_off1",
+    "async_off1_half",
+    "async_stream",
+    "colocate",
+    "colocate_ahead",
+)
 PROBLEMS = 64
 _SPREAD_SIGMA = 0.3  # of what is foreseen of a problem's length, as in the simulator
 
@@ -116,13 +127,15 @@ def worst(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return values
 
 
+_OTHERS = {
+    "colocate": "colocate",
+    "colocate_ahead": "colocate_ahead",
+    "async": "async_off1",
+    "async_half": "async_off1_half",
+    "async_stream": "async_stream",
+}
 HEADLINES = (
-    "elastic_over_colocate",
-    "elastic_over_async",
-    "elastic_over_async_stream",
-    "predictive_over_colocate",
-    "predictive_over_async",
-    "predictive_over_async_stream",
+    *(f"{ours}_over_{suffix}" for ours in ("elastic", "predictive") for suffix in _OTHERS),
     "predictive_over_elastic",
     "fraction_of_bound",
 )
@@ -138,12 +151,8 @@ def headlines(steps_per_hour: Mapping[str, float], fractions: Mapping[str, float
 
     best = max((fractions[name] for name in ("elastic", "elastic_predictive") if name in fractions), default=None)
     return {
-        "elastic_over_colocate": ratio("elastic", "colocate"),
-        "elastic_over_async": ratio("elastic", "async_off1"),
-        "elastic_over_async_stream": ratio("elastic", "async_stream"),
-        "predictive_over_colocate": ratio("elastic_predictive", "colocate"),
-        "predictive_over_async": ratio("elastic_predictive", "async_off1"),
-        "predictive_over_async_stream": ratio("elastic_predictive", "async_stream"),
+        **{f"elastic_over_{suffix}": ratio("elastic", other) for suffix, other in _OTHERS.items()},
+        **{f"predictive_over_{suffix}": ratio("elastic_predictive", other) for suffix, other in _OTHERS.items()},
         "predictive_over_elastic": ratio("elastic_predictive", "elastic"),
         "fraction_of_bound": None if best is None else round(best, 4),
     }
@@ -153,10 +162,8 @@ def _bench_preset(name: str, effort: Effort, seed: int, folder: Path, report: Ca
     scaled = scale(PRESETS[name].scenario, groups=effort.groups, steps=effort.steps, compression=1.0, seed=seed)
     source = source_of_emulation(scaled)
     bound_hours = bound_of(scaled.scenario, source)
-    simulated = {policy: _best_split(scaled.scenario, policy, source) for policy in effort.policies}
-    step_s = (
-        simulated["elastic"][1] * 3600 / effort.steps if "elastic" in simulated else bound_hours * 3600 / effort.steps
-    )
+    simulated = {name: _simulated(scaled.scenario, name, source) for name in effort.policies}
+    step_s = (simulated["elastic"][1] if "elastic" in simulated else bound_hours) * 3600 / effort.steps
     control_s = measure_control(folder, name, scaled, effort)
     compression = max(1.0, step_s * effort.control_share / control_s)
     report(
@@ -167,18 +174,18 @@ def _bench_preset(name: str, effort: Effort, seed: int, folder: Path, report: Ca
     report(HEADER)
     rows: dict[str, Any] = {}
     for policy in effort.policies:
-        split, simulated_hours = simulated[policy]
+        variant, simulated_hours = simulated[policy]
         config = run_config(
             folder,
-            scaled,
+            replace(scaled, scenario=variant.of(scaled.scenario)),
             name=f"{name}-{policy}".replace("_", "-"),
-            policy=policy,
-            train_cells=split,
+            policy=variant.policy,
+            train_cells=variant.train_cells,
             steps=effort.steps,
             compression=compression,
         )
         run = run_training(folder, config, timeout_s=effort.timeout_s)
-        report(shares_line(run))
+        report(shares_line(run, policy))
         rows[policy] = row(run, bound_hours=bound_hours, simulated_hours=simulated_hours)
     rates = {policy: value["steps_per_hour"] for policy, value in rows.items()}
     return {
@@ -281,18 +288,18 @@ def bound_of(scenario: Scenario, source: Source) -> float:
     return max(bound.work_hours, bound.path_hours)
 
 
-def _best_split(scenario: Scenario, policy: str, source: Source) -> tuple[int, float]:
-    """Cells that train, and the simulator's hours: of a fixed split the best one."""
+def _simulated(scenario: Scenario, name: str, source: Source) -> tuple[Variant, float]:
+    """What a row's name stands for, and the simulator's hours: of a fixed split the best one, or the half."""
     cells = scenario.cluster.cells
-    splits = range(1, cells) if policy.startswith("async") else (1,)
-    hours = {
-        split: simulate(
-            replace(scenario, cluster=replace(scenario.cluster, train_cells=split)), policy, source=source
-        ).hours
-        for split in splits
-    }
-    best = min(hours, key=lambda split: hours[split])
-    return best, hours[best]
+    if name in MOVING:
+        variants = [MOVING[name]]
+    elif name.endswith("_half"):
+        variants = [Variant(policy=name.removesuffix("_half"), train_cells=max(1, cells // 2))]
+    else:
+        variants = [Variant(policy=name, train_cells=split) for split in range(1, cells)]
+    hours = [simulate(one.of(scenario), one.policy, source=source).hours for one in variants]
+    best = hours.index(min(hours))
+    return variants[best], hours[best]
 
 
 def elastic_lines(result: Mapping[str, Any]) -> list[str]:

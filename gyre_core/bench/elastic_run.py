@@ -287,10 +287,10 @@ def cpu_share(run: EmulatedRun) -> float:
     return sum(run.cpu_s.values()) / (run.wall_s * (os.cpu_count() or 1))
 
 
-def shares_line(run: EmulatedRun) -> str:
-    """The run for people."""
+def shares_line(run: EmulatedRun, name: str) -> str:
+    """The run for people, under the name of its row."""
     return (
-        f"{run.policy:20s} {run.train_cells:5d} {run.hours:8.2f} {run.steps_per_hour:9.3f} {run.serving_share:8.1%} "
+        f"{name:20s} {run.train_cells:5d} {run.hours:8.2f} {run.steps_per_hour:9.3f} {run.serving_share:8.1%} "
         f"{run.training_share:8.1%} {run.switch_share:7.1%} {run.idle_share:6.1%} {run.moves:6d} {run.wall_s:7.0f}"
     )
 

@@ -171,11 +171,45 @@ def test_token_speed_counts_residents_in_their_tools_as_no_load() -> None:
     assert token_speed(EngineLoad(speed=speed)) == (0.02, 0.004)
 
 
-def test_work_pools_follow_the_cells() -> None:
+def test_work_pools_follow_the_cells_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    sending, let_go = threading.Event(), threading.Event()
+    send = WorkPools._send
+
+    def slow(self: WorkPools, wanted: dict[str, int]) -> bool:
+        sending.set()
+        assert let_go.wait(60)
+        return send(self, wanted)
+
+    monkeypatch.setattr(WorkPools, "_send", slow)
     pools = WorkPools.open()
     pools.resize(rollout=18, train=0)
+    assert sending.wait(60)
+    pools.resize(rollout=6, train=2)  # returns though the server has not answered yet; the newest counts
     pools.resize(rollout=12, train=1)
+    let_go.set()
+    pools.close()
     with get_client(sync_client=True) as client:
         limits = {name: client.read_work_pool(name).concurrency_limit for name in (ROLLOUT_POOL, TRAIN_POOL)}
     assert limits == {ROLLOUT_POOL: 12, TRAIN_POOL: 1}
     assert WorkPools.open() is not None, "pools that exist are taken as they are"
+
+
+def test_work_pools_of_a_server_that_does_not_answer_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[dict[str, int]] = []
+    again = threading.Event()
+
+    def failing(self: WorkPools, wanted: dict[str, int]) -> bool:
+        tries.append(wanted)
+        if len(tries) == 1:
+            return False
+        self._sent = wanted
+        again.set()
+        return True
+
+    monkeypatch.setattr(WorkPools, "_send", failing)
+    monkeypatch.setattr("tasks.work_pools._RETRY_S", 0.01)
+    pools = WorkPools.open()
+    pools.resize(rollout=18, train=0)
+    assert again.wait(60)
+    pools.close()
+    assert tries == [{ROLLOUT_POOL: 18, TRAIN_POOL: 0}] * 2
