@@ -91,6 +91,14 @@ def ensure_server(config: PrefectConfig, runs_dir: Path, *, timeout_s: float = 1
         os.environ["PREFECT_API_URL"] = running
         return PrefectServer(running, None, None)
     port = config.port if config.port and _is_free(config.port) else free_port()
+    server = start_server(home, port, timeout_s=timeout_s)
+    os.environ["PREFECT_API_URL"] = server.api_url
+    return server
+
+
+def start_server(home: Path, port: int, *, timeout_s: float = 120.0) -> PrefectServer:
+    """A server of ours on a database in `home`, when it answers. Raises SetupError when it does not."""
+    address_file = home / "server.json"
     api_url = f"http://127.0.0.1:{port}/api"
     process = ChildProcess(
         "Prefect server",
@@ -104,7 +112,6 @@ def ensure_server(config: PrefectConfig, runs_dir: Path, *, timeout_s: float = 1
         process.stop()
         raise
     address_file.write_text(json.dumps({"api_url": api_url, "pid": process.pid}), encoding="utf-8")
-    os.environ["PREFECT_API_URL"] = api_url
     logger.info("Prefect server at %s, database in %s", api_url, home)
     return PrefectServer(api_url, process, address_file)
 
