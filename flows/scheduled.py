@@ -1,25 +1,27 @@
 """The flows as a team's server runs them: by schedule, by hand from the UI, again after a crash.
 
 Their parameters are plain values or pydantic models, so the UI shows them as a form. They find out what there is to do
-and then do what the flows `train`, `evaluate` and `replay` do, as one flow run.
+and then do what the flows `train`, `evaluate`, `replay` and `simulate` do, as one flow run.
 
     train     start the run, or go on where it stopped; nothing when it is finished or another process has it
     evaluate  held-out reward of a run's newest checkpoint, or of the configuration's model
     replay    a stored step told again
+    simulate  what policies do as one parameter of a preset moves, before a cluster is paid for
 """
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefect import flow
 from prefect.states import Cancelled, Completed
 
 from flows import evaluate as evaluations
 from flows import replay as replays
+from flows import simulate as simulations
 from flows import train as trainings
 from flows.rollout import TASK_RUNNER
 from gyre_core.config import SelectionConfig, load_run_config
@@ -109,6 +111,32 @@ def replay(
         return replays.replay.fn(
             run, step, mode, runs_dir=runs_dir, settings=settings, role_order=order, problems=problems
         )
+
+
+@flow(
+    name="simulate",
+    flow_run_name="{preset} {parameter}",
+    task_runner=simulations.TASK_RUNNER,
+    persist_result=False,
+)
+def simulate(
+    preset: Literal["terminal", "deepswe", "nl2repo-122b", "nl2repo-2.4t"] = "nl2repo-2.4t",
+    parameter: str = "tail",
+    values: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 3.0),
+    steps: int = 12,
+    seed: int = 0,
+) -> Json:
+    """Hours of every policy as one parameter moves; a table and a picture are the artifacts.
+
+    Args:
+        preset: the workload and cluster (docs/simulator.md)
+        parameter: cells, tail, phi, or a field such as costs.beta_s or cluster.slots
+        values: what it is set to, one after the other
+        steps: optimizer steps that are simulated
+        seed: of the rollouts that are drawn
+    """
+    with _in_worker():
+        return simulations.simulate.fn(preset, parameter, tuple(values), steps=steps, seed=seed)
 
 
 def _as_settings(selection: SelectionConfig) -> list[str]:

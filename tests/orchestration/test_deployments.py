@@ -9,6 +9,7 @@ from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 
 from gyre_core.errors import ConfigError
+from gyre_core.sim.presets import PRESETS
 from tasks.deployments import (
     NOTIFY_BLOCK,
     Choices,
@@ -33,11 +34,12 @@ def test_deployments_applied_twice_are_there_once_with_limit_schedule_and_form(t
     first = apply_deployments(entries, pool="test-runs")
     changed = read_deployments(INFRA / "prefect.yaml", choices(tmp_path, cron="0 */6 * * *", restart=False))
     second = apply_deployments(changed, pool="test-runs")
-    assert first == second and sorted(first) == ["evaluate/nightly", "replay/nightly", "train/nightly"]
+    assert first == second and sorted(first) == ["evaluate/nightly", "replay/nightly", "simulate/sweeps", "train/nightly"]
     with get_client(sync_client=True) as client:
         train = client.read_deployment_by_name("train/nightly")
         replay = client.read_deployment_by_name("replay/nightly")
         evaluate = client.read_deployment_by_name("evaluate/nightly")
+        sweeps = client.read_deployment_by_name("simulate/sweeps")
         automations = client.read_resource_related_automations(f"prefect.deployment.{train.id}")
     assert train.entrypoint == "flows.scheduled.train" and train.work_pool_name == "test-runs"
     assert train.global_concurrency_limit is not None and train.global_concurrency_limit.limit == 1
@@ -48,6 +50,8 @@ def test_deployments_applied_twice_are_there_once_with_limit_schedule_and_form(t
     assert train.job_variables["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
     assert [schedule.schedule for schedule in evaluate.schedules] == [CronSchedule(cron="0 3 * * *", timezone="UTC")]
     assert [automation.enabled for automation in automations] == [False], "--no-restart"
+    presets = sweeps.parameter_openapi_schema["properties"]["preset"]["enum"]
+    assert sorted(presets) == sorted(PRESETS), "the form offers the simulator's presets"
     form = replay.parameter_openapi_schema
     assert form["properties"]["mode"]["enum"] == ["check", "reselect", "regrade", "retrain"]
     selection = form["definitions"]["SelectionConfig"]["properties"]
