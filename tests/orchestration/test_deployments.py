@@ -34,7 +34,8 @@ def test_deployments_applied_twice_are_there_once_with_limit_schedule_and_form(t
     first = apply_deployments(entries, pool="test-runs")
     changed = read_deployments(INFRA / "prefect.yaml", choices(tmp_path, cron="0 */6 * * *", restart=False))
     second = apply_deployments(changed, pool="test-runs")
-    assert first == second and sorted(first) == ["evaluate/nightly", "replay/nightly", "simulate/sweeps", "train/nightly"]
+    assert first == second
+    assert sorted(first) == ["evaluate/nightly", "replay/nightly", "simulate/sweeps", "train/nightly"]
     with get_client(sync_client=True) as client:
         train = client.read_deployment_by_name("train/nightly")
         replay = client.read_deployment_by_name("replay/nightly")
