@@ -65,6 +65,12 @@ class ChildProcess:
         """Wait until it ends, whoever ends it; returns its exit code."""
         return self._process.wait()
 
+    def wait_for(self, timeout_s: float) -> int | None:
+        """Its exit code, as soon as it has ended; None when it still runs after `timeout_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
     def wait_until(self, ready: Callable[[], bool], *, timeout_s: float, error: type[GyreError]) -> None:
         """Poll `ready` until it is true; raises `error` with the log's tail when the child dies or time runs out."""
         deadline = time.monotonic() + timeout_s

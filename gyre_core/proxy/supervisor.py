@@ -6,7 +6,8 @@ queue until the new one takes them: harnesses see a slow proxy or a broken conne
 a refused one. The journal brings the sessions back, the last engines are told again.
 
 Invariant: a process that dies more often than the budget allows is given up; then every verb that needs it, and
-`Shards.check`, raise a ProxyError that says why, and its port refuses. One that hangs without dying is not noticed.
+`Shards.check`, raise a ProxyError that says why, and its port refuses. One that answers nothing for `hang_s` is killed,
+and then it is one that died.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,8 @@ from gyre_core.proxy.settings import ProxySettings
 logger = logging.getLogger(__name__)
 
 BOOT_S = 120.0  # the tokenizer, and the journal's sessions after a restart
+HANG_S = 180.0  # without any answer: a million tokens rendered on a busy machine take some tens of seconds
+LOOK_S = 5.0  # between two questions whether it lives
 FIRST_PAUSE_S = 0.5  # before the second restart in a row; doubles with each
 
 
@@ -81,8 +85,10 @@ class ProxySupervisor:
         env: Mapping[str, str] | None = None,
         budget: RestartBudget | None = None,
         clock: Clock | None = None,
+        hang_s: float = HANG_S,
     ) -> None:
         self._settings = settings
+        self._hang_s = hang_s
         self._work, self._logs, self._env = work, logs, env
         self._budget = budget or RestartBudget()
         self._clock = clock or SystemClock()
@@ -107,7 +113,7 @@ class ProxySupervisor:
                 file = stack.enter_context(secret_file(self._work / f"{name}.json", settings.model_dump_json()))
                 log_path = self._logs / f"{name}.log"
                 log = RestartLog(self._budget, self._clock)
-                self._proxies.append(_Supervised(index, name, listener, file, log_path, self._env, log))
+                self._proxies.append(_Supervised(index, name, listener, file, log_path, self._env, log, self._hang_s))
             self.shards = Shards(addresses)
             for proxy in self._proxies:
                 proxy.start()
@@ -151,7 +157,9 @@ class _Supervised:
         log_path: Path,
         env: Mapping[str, str] | None,
         restarts: RestartLog,
+        hang_s: float,
     ) -> None:
+        self._hang_s = hang_s
         self._index, self._name, self._listener, self._log_path, self._env = index, name, listener, log_path, env
         descriptor = listener.fileno()
         self._command = python_command(
@@ -207,7 +215,7 @@ class _Supervised:
     def _watch(self, shards: Shards) -> None:
         while True:
             assert self._child is not None
-            code = self._child.wait()
+            code = self._end_of(self._child, f"{shards.addresses[self._index].url}/healthz")
             if self._stopping.is_set():
                 return
             self._child.stop()  # what it may have left in its process group
@@ -236,6 +244,17 @@ class _Supervised:
                     logger.warning("%s did not come back: %s", self._name, error)
                     self._child.stop()  # the next turn counts it as one more death
 
+    def _end_of(self, child: ChildProcess, url: str) -> int:
+        """Wait for the process's end; one that hangs is killed. Returns its exit code."""
+        answered_s = time.monotonic()
+        while (code := child.wait_for(min(LOOK_S, self._hang_s))) is None:
+            if _answers(url):
+                answered_s = time.monotonic()
+            elif time.monotonic() - answered_s >= self._hang_s and not self._stopping.is_set():
+                logger.warning("%s (pid %d) has not answered for %g s: killed", self._name, child.pid, self._hang_s)
+                child.stop(grace_s=0)
+        return code
+
     async def _repeat_engines(self, shards: Shards) -> None:
         async with ProxyPool(shards) as pool:
             await pool.repeat_engines(self._index)
@@ -253,3 +272,12 @@ def _healthy(url: str) -> bool:
         return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def _answers(url: str) -> bool:
+    """Whether anything comes back: a proxy that refuses because it is busy lives."""
+    try:
+        httpx.get(url, timeout=5.0, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return True

@@ -136,6 +136,20 @@ async def test_proxy_that_dies_too_often_is_given_up_with_its_log(model_path: Pa
                     await client.get(f"{supervisor.shards.addresses[0].url}/healthz")
 
 
+@pytest.mark.integration
+async def test_proxy_that_hangs_is_killed_and_comes_back_with_its_sessions(model_path: Path, tmp_path: Path) -> None:
+    (settings,) = process_settings(model_path, tmp_path, 1)
+    with ProxySupervisor([settings], work=tmp_path / "work", logs=tmp_path / "logs", hang_s=1.0) as supervisor:
+        await asyncio.to_thread(supervisor.wait_ready)
+        async with ProxyPool(supervisor.shards) as pool:
+            session = await pool.create_session(rollout_id="r1")
+            before = supervisor.pids[0]
+            os.kill(before, signal.SIGSTOP)
+            await until(lambda: back_with(pool, sessions=1))
+            assert supervisor.pids[0] != before
+            assert (await pool.seal(session.session_id)).rollout_id == "r1"
+
+
 async def back_with(pool: ProxyPool, *, sessions: int) -> bool:
     pool.shards.check()
     return pool.shards.restarts == [1] and (await pool.status())["sessions"] == sessions
