@@ -15,6 +15,7 @@ Target = Literal["train", "rollout"]
 TRAINING_FIRST_BELOW = 0.65  # tail_ratio under which training goes first when k >= 1 (a prototype's finding)
 SERVE_GAIN = 0.03  # relative change of a token's time that is worth a move (8 % and 3 % measured: docs/simulator.md)
 DWELL_S = 30.0  # between a cell's last move and its return for speed alone
+_LEAST_S = 1e-12  # a fit may say that a token without others beside it takes no time
 MIN_BACKLOG_S = 60.0  # training that pays for a move of some 12 s in both directions
 
 
@@ -73,7 +74,7 @@ class Snapshot:
 
     def token_time_s(self, cells: int) -> float:
         """A token's time when so many cells serve the present rollouts, as far as it is known."""
-        return self.token_s + self.token_load_s * self.residents / max(1, cells)
+        return max(_LEAST_S, self.token_s + self.token_load_s * self.residents / max(1, cells))
 
     @property
     def due(self) -> int:
@@ -149,7 +150,7 @@ def colocate(snapshot: Snapshot) -> Plan:
             if snapshot.due > 0:
                 reason = f"water level {snapshot.due} > 0: rollouts still need the engine"
                 refusals.append(Move(cell_id=cell.cell_id, to="train", reason=reason))
-            elif snapshot.ready_groups == 0 or snapshot.untrained_groups == 0:
+            elif snapshot.untrained_groups == 0 or snapshot.ready_groups + snapshot.pending_microsteps == 0:
                 refusals.append(Move(cell_id=cell.cell_id, to="train", reason="no graded group waits for training"))
             else:
                 what = f"all rollouts of the step finished, {later} later ones wait" if later else ""

@@ -4,7 +4,7 @@ Enters: nothing. Leaves: frozen records that one simulation takes. A policy is a
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 INFINITE = math.inf
 
@@ -41,6 +41,9 @@ class Workload:
     def __post_init__(self) -> None:
         if min(self.groups, self.group_size, self.segments) < 1 or self.sampled_tokens <= 0:
             raise ValueError("groups, group_size, segments and sampled_tokens must be positive")
+        for field in fields(self):
+            if not getattr(self, field.name) >= 0:
+                raise ValueError(f"workload.{field.name} must not be negative, it is {getattr(self, field.name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,16 @@ class Costs:
     grade_s: float = 60.0  # of a rollout's workspace
     mtbf_node_s: float = INFINITE  # mean time between failures of one node; a failing node takes its cell along
     restart_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        positive = ("nodes_per_engine", "alpha_s", "kv_tokens", "prefill_tokens_per_s", "kv_fetch_tokens_per_s")
+        positive += ("train_tokens_per_node_s", "micro_steps", "mtbf_node_s")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in positive and not value > 0:
+                raise ValueError(f"costs.{field.name} must be positive, it is {value}")
+            if not value >= 0:
+                raise ValueError(f"costs.{field.name} must not be negative, it is {value}")
 
     def cell_engines(self, nodes: float) -> float:
         """Engines of a cell of so many nodes."""
@@ -106,6 +119,12 @@ class Scenario:
     steps: int = 48
     phi: int = 1  # batches dispatched ahead
     mu: int = 1  # optimizer steps between two publications
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.phi < 0 or self.mu < 1:
+            raise ValueError(
+                f"steps {self.steps}, phi {self.phi}, mu {self.mu}: phi >= 0 and the others >= 1 are needed"
+            )
 
     @property
     def staleness(self) -> int:

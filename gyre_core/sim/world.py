@@ -493,9 +493,11 @@ class World:
         self.accounts.deaths += 1
         cell.epoch += 1
         cell.server.pause(self.now_s, False)
-        was_core = cell.index == 0
-        if was_core:
+        if cell.index == 0:
             self.optimizing = False
+        elif self.optimizing:  # the core has added its gradient already: it is lost with the core alone
+            self.cells[0].done += cell.done
+            cell.done = []
         lost = [*cell.done, *([cell.task] if cell.task else [])]
         for item in cell.done:
             if item.group.micro_left == 0:
