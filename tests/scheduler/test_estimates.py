@@ -39,9 +39,7 @@ def test_estimates_tail_is_what_the_last_group_still_takes_as_foreseen() -> None
     add(estimates, "a", rollouts=2)
     run(estimates, "a", started_s=0.0, ended_s=40.0)
     assert estimates.tail_s(0, 50.0) == 0.0, "no group is over yet: nothing is known"
-    run(
-        estimates, "a", started_s=5.0, ended_s=80.0, member=1
-    )  # the group took 80 s
+    run(estimates, "a", started_s=5.0, ended_s=80.0, member=1)  # the group took 80 s
     add(estimates, "b", step=1, problem_id="other")
     add(estimates, "c", step=1, problem_id="other")
     add(estimates, "d", step=2, problem_id="other")
