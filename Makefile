@@ -9,7 +9,7 @@ ARGS ?=
 # The harness of `make harness`.
 HARNESS ?= mini-swe-agent
 
-.PHONY: help install engine quickstart demo-team harness test lint ui doctor clean
+.PHONY: help install engine quickstart demo-team harness test lint docs ui doctor clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,12 @@ lint: ## ruff, formatting, pyright, import layers
 	@.venv/bin/pyright
 	@.venv/bin/lint-imports
 
+docs: ## build the documentation into site/, strictly (an environment of its own, .venv-docs)
+	$(SETUP) venv
+	@[ .venv-docs/done -nt infra/docs/requirements.txt ] || { .venv/bin/python -m venv --clear .venv-docs && \
+		.venv-docs/bin/pip install -qq --disable-pip-version-check -r infra/docs/requirements.txt && touch .venv-docs/done; }
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet $(ARGS)
+
 ui: ## serve the Prefect UI on the database of the runs in runs/, until interrupted
 	$(SETUP) venv
 	@.venv/bin/gyre ui $(ARGS)
@@ -52,5 +58,5 @@ doctor: ## what is there, what is missing, and the command that mends it
 	@.venv/bin/gyre doctor $(ARGS)
 
 clean: ## remove the environments, harnesses, logs and caches (never runs/)
-	@rm -rf .venv .venv-engine .harnesses .setup .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	@rm -rf .venv .venv-engine .venv-docs site .harnesses .setup .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

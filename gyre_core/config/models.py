@@ -36,18 +36,18 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where the problems are: folders of Harbor task directories."""
 
-    train: LaxPath
-    heldout: LaxPath | None = None
+    train: LaxPath  # folder of problems that are trained on
+    heldout: LaxPath | None = None  # folder of problems that are only evaluated
 
 
 class HarnessConfig(Section):
     """The agent program that a rollout runs, unmodified. `{instruction}` and `{base_url}` are filled in."""
 
     name: Slug = "quickstart-agent"  # selects the role table (gyre_core/trajectory/roles.py)
-    version: str = "1"
-    dialect: Literal["messages", "chat", "responses"] = "messages"
-    command: tuple[str, ...] = Field(min_length=1, strict=False)
-    env: dict[str, str] = Field(default_factory=dict)
+    version: str = "1"  # recorded with each session
+    dialect: Literal["messages", "chat", "responses"] = "messages"  # the API that the harness speaks
+    command: tuple[str, ...] = Field(min_length=1, strict=False)  # the program and its arguments
+    env: dict[str, str] = Field(default_factory=dict)  # further environment variables
     read_only: tuple[LaxPath, ...] = Field(default=(), strict=False)  # further paths the sandbox may read
 
 
@@ -66,15 +66,16 @@ class RolloutConfig(Section):
     harness: HarnessConfig
     group_size: Annotated[int, Field(ge=1)] = 16  # rollouts of one problem (published: 16)
     groups_per_step: Positive = 8  # B: groups that one optimizer step trains
-    slots: Positive = 8  # rollouts a cell serves at once
+    slots: Positive = 8  # rollouts that all cells together serve at once; shared out evenly
     time_limit_s: Seconds = 3600.0  # of the harness; a rollout that reaches it is graded for what it left
     overall_limit_s: Seconds = 7200.0  # of harness and verifier together; beyond it the rollout is excluded
     max_calls: Positive = 1000  # model calls of one rollout
     max_rollout_tokens: Positive = 1_000_000  # sampled tokens of one rollout
     max_new_tokens: Positive = 8192  # of one call, whatever the harness asks for
-    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0  # of sampling, also where log-probs are taken
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1 in training: anything else biases the recorded log-probs
+    top_k: Annotated[int, Field(ge=-1)] = -1  # -1: no limit
+    # auto: the first of bubblewrap and namespaces that works here
     sandbox: Literal["auto", "bubblewrap", "namespaces", "docker", "podman"] = "auto"
     container: ContainerConfig = ContainerConfig()
 
@@ -102,7 +103,7 @@ class GradingConfig(Section):
     """The verifier's budget and what counts as a failure of the infrastructure."""
 
     timeout_s: Seconds = 600.0  # one verifier run, when the problem's task.toml names none
-    attempts: Annotated[int, Field(ge=1, le=10)] = 2
+    attempts: Annotated[int, Field(ge=1, le=10)] = 2  # runs of a verifier that fails without a verdict
     no_artifact: Literal["exclude", "zero"] = "exclude"  # "zero" is the published placeholder
     # Training rollouts whose workspace is archived in the store, for `gyre replay --regrade`: those with a reward, or
     # every one that left a workspace.
@@ -116,7 +117,7 @@ class SelectionConfig(Section):
 
     max_branches: Annotated[int, Field(ge=0)] = 5  # J; 0 is uncapped
     min_group: Annotated[int, Field(ge=1)] = 2  # included members below which a group is dropped
-    advantage_eps: Annotated[float, Field(ge=0)] = 1e-6
+    advantage_eps: Annotated[float, Field(ge=0)] = 1e-6  # added to the standard deviation that advantages are divided by
     role_order: tuple[LaxRole, ...] = Field(
         default=(Role.MAIN, Role.MAIN_SUMMARY, Role.SUB_AGENT, Role.SUB_AGENT_SUMMARY), strict=False
     )
@@ -155,10 +156,10 @@ class TrainConfig(Section):
     steps: Annotated[int, Field(ge=0)] = 10  # optimizer steps of the whole run
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6  # of the first step
     learning_rate_decay: Literal["none", "linear"] = "none"  # linear: falls to 0 after the last of `steps`
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of AdamW
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98  # of AdamW
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest norm of the whole gradient
     loss: Literal["gspo", "gspo_token", "grpo", "cispo", "policy_gradient"] = "gspo"
     unit: Literal["branch", "rollout"] = "branch"  # whose targets share one GSPO ratio
     # The ratio's range is [1 - clip_low, 1 + clip_high]. None: the loss's own, see CLIP_RANGES.
@@ -254,15 +255,15 @@ class EngineConfig(Section):
     python: LaxPath | None = None  # interpreter that has sglang; None: .venv-engine, else own
     max_total_tokens: Positive = 65536  # KV pool
     dtype: Literal["float32", "bfloat16"] = "float32"
-    boot_timeout_s: Seconds = 300.0
-    call_timeout_s: Seconds = 600.0
+    boot_timeout_s: Seconds = 300.0  # until the engine answers
+    call_timeout_s: Seconds = 600.0  # of one model call
     threads: Annotated[int, Field(ge=1)] = 1  # OMP threads
     # Keys and values that the engines of a run share, so that a call that moves to another engine computes little anew.
     kv_store: Literal["none", "mooncake"] = "none"
     kv_store_bytes: Annotated[int, Field(ge=16 * 2**20)] = 2**30  # host memory that each engine lends to the store
     kv_host_ratio: Annotated[float, Field(ge=1, le=64)] = 2.0  # an engine's host copies, in multiples of its KV pool
     kv_page_tokens: Annotated[int, Field(ge=1, le=256)] = 16  # shared as whole pages: fewer tokens move more exactly
-    extra_args: tuple[str, ...] = Field(default=(), strict=False)
+    extra_args: tuple[str, ...] = Field(default=(), strict=False)  # further arguments of SGLang's server
 
 
 class ProxyConfig(Section):
@@ -302,7 +303,7 @@ class EvaluateConfig(Section):
 class PrefectConfig(Section):
     """Where the run is shown. No api_url: a server of the run's own, on its own database."""
 
-    api_url: str | None = None
+    api_url: str | None = None  # of a server that runs already; not set: PREFECT_API_URL, or one of our own
     port: Annotated[int, Field(ge=0, le=65535)] = 4200  # 0: any free port
 
 
@@ -312,9 +313,9 @@ class RunConfig(Section):
     Example: load_run_config(Path("examples/quickstart/run.toml"))
     """
 
-    name: Slug
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    runs_dir: LaxPath = Path("runs")
+    name: Slug  # of the run; its folder and flow run are named after it and the time
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of problems, sampling and weights
+    runs_dir: LaxPath = Path("runs")  # where run folders are made
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
