@@ -117,7 +117,9 @@ class SelectionConfig(Section):
 
     max_branches: Annotated[int, Field(ge=0)] = 5  # J; 0 is uncapped
     min_group: Annotated[int, Field(ge=1)] = 2  # included members below which a group is dropped
-    advantage_eps: Annotated[float, Field(ge=0)] = 1e-6  # added to the standard deviation that advantages are divided by
+    advantage_eps: Annotated[float, Field(ge=0)] = (
+        1e-6  # added to the standard deviation that advantages are divided by
+    )
     role_order: tuple[LaxRole, ...] = Field(
         default=(Role.MAIN, Role.MAIN_SUMMARY, Role.SUB_AGENT, Role.SUB_AGENT_SUMMARY), strict=False
     )
