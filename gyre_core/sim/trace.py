@@ -5,9 +5,14 @@ whose speed is fitted to the measured times, the run's own cells and staleness, 
 
 A call took c + tokens * (alpha + beta * calls at the same time); alpha and beta are fitted by least squares over all
 calls of the run, and c counts as tool time, which no policy changes. Between calls a rollout is in its tools.
+
+What a run itself takes is measured too, and counts for every policy alike: the time from a free slot to the rollout
+that takes it (`start_delays`), from a batch's last rollout to its last complete group, and from there, training apart,
+to the next dispatch: publication, checkpoint, returns and commit are one after the other.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,9 +47,10 @@ class Call:
 class TracedRollout:
     """One rollout as it was measured.
 
-    Example: TracedRollout(group_id="s0000-p07", problem_id="p07", step=0, start_s=1.0, end_s=9.0, calls=(call,))
+    Example: TracedRollout(rollout_id="s0000-p07-00", group_id="s0000-p07", problem_id="p07", step=0, ...)
     """
 
+    rollout_id: str
     group_id: str
     problem_id: str
     step: int
@@ -127,6 +133,7 @@ def read_rollouts(store: Store) -> list[TracedRollout]:
             grade = grades.get(row["rollout_id"], {"reward": None, "verifier_s": 0.0})
             found.append(
                 TracedRollout(
+                    rollout_id=row["rollout_id"],
                     group_id=row["group_id"],
                     problem_id=row["problem_id"],
                     step=row["step"],
@@ -152,23 +159,38 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
     for rollout in rollouts:
         by_step.setdefault(rollout.step, {}).setdefault(rollout.group_id, []).append(rollout)
     batches, earlier = [], _Earlier()
+    delays: dict[str, float] = {}
+    for step in by_step.values():
+        delays |= start_delays([one for group in step.values() for one in group], slots=config.rollout.slots)
     for record in records:
         if not by_step.get(record.step):
             raise StoreError(f"step {record.step} of run {run} has no stored rollouts")
         groups = list(by_step[record.step].values())
-        batches.append([_group(members, constant_s, earlier) for members in groups])
+        batches.append([_group(members, constant_s, earlier, delays) for members in groups])
         earlier.add(groups)
     stats = [dict(record.stats) for record in records]
     tokens = sum(group.train_tokens for batch in batches for group in batch)
     trained_s = sum(float(row.get("forward_backward_s", 0.0)) + float(row.get("packing_s", 0.0)) for row in stats)
     micro_steps = sum(len(record.micro_steps) for record in records)
     graded = max(1, sum(len(batch) for batch in batches))
-    rest_s = [
-        float(row["step_s"]) - float(row["rollout_s"]) - float(row["train_s"]) - float(row["publish_s"])
-        for row in stats
-        if {"step_s", "rollout_s", "train_s", "publish_s"} <= row.keys()
+    spans_s = [_span_s([one for group in by_step[record.step].values() for one in group]) for record in records]
+    tails_s = [
+        float(row["rollout_s"]) - span_s for row, span_s in zip(stats, spans_s, strict=True) if "rollout_s" in row
     ]
-    switch_s = max(0.01, _mean(rest_s) / 2)
+    # With batches ahead the optimizer's end and the next dispatch have nothing to do with a batch's last group.
+    closing_s = [
+        max(0.0, float(row["step_s"]) - float(row["rollout_s"]) - float(row["train_tail_s"]))
+        for row in stats
+        if {"step_s", "rollout_s", "train_tail_s"} <= row.keys()
+    ]
+    moves_s = [
+        float(outcome["seconds"])
+        for record in records
+        for decision in record.extra.get("decisions", ())
+        for outcome in decision["outcomes"]
+        if not outcome.get("failed")
+    ]
+    switch_s = max(0.01, _mean(moves_s))
     costs = Costs(
         nodes_per_engine=1.0,
         alpha_s=alpha_s,
@@ -178,12 +200,14 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
         micro_steps=max(1, round(micro_steps / graded)),
         micro_overhead_s=0.0,
         optimizer_s=max(
-            LEAST_S, _mean([float(row.get("optimizer_s", 0)) + float(row.get("gradients_s", 0)) for row in stats])
+            LEAST_S,
+            _mean([float(row.get("optimizer_s", 0)) + float(row.get("gradients_s", 0)) for row in stats])
+            + _mean(closing_s),
         ),
-        sync_s=_mean([float(row.get("publish_s", 0.0)) for row in stats]),
+        sync_s=0.0,  # a publication is part of the step's close
         to_train_s=switch_s,
         to_rollout_s=switch_s,
-        grade_s=_mean([one.verifier_s for one in rollouts]),
+        grade_s=max(_mean([one.verifier_s for one in rollouts]), _mean(tails_s)),
     )
     workload = Workload(
         groups=max(len(batch) for batch in batches),
@@ -205,6 +229,24 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
         batches=batches,
         step_s=tuple(float(row.get("step_s", 0.0)) for row in stats),
     )
+
+
+def start_delays(rollouts: Sequence[TracedRollout], *, slots: int) -> dict[str, float]:
+    """By rollout, how long the slot that it took had been free: what starting it took. `slots` at once, of one batch.
+
+    The first ones count from the first start of all.
+    """
+    free = [min(one.start_s for one in rollouts)] * slots
+    heapq.heapify(free)
+    delays = {}
+    for one in sorted(rollouts, key=lambda one: one.start_s):
+        delays[one.rollout_id] = max(0.0, one.start_s - heapq.heappop(free))
+        heapq.heappush(free, one.end_s)
+    return delays
+
+
+def _span_s(rollouts: Sequence[TracedRollout]) -> float:
+    return max(one.end_s for one in rollouts) - min(one.start_s for one in rollouts)
 
 
 def fit_engine(calls: Sequence[Call], *, cells: int = 1) -> tuple[float, float, float]:
@@ -260,18 +302,20 @@ class _Earlier:
         return _mean(self._of[problem_id]) / max(everything, LEAST_S)
 
 
-def _group(members: Sequence[TracedRollout], constant_s: float, earlier: _Earlier) -> GroupDraw:
+def _group(
+    members: Sequence[TracedRollout], constant_s: float, earlier: _Earlier, delays: Mapping[str, float]
+) -> GroupDraw:
     return GroupDraw(
-        rollouts=[_rollout(one, constant_s) for one in members],
+        rollouts=[_rollout(one, constant_s, delays[one.rollout_id]) for one in members],
         train_tokens=sum(one.selected_tokens for one in members),
         predicted=earlier.predicted(members[0].problem_id),
     )
 
 
-def _rollout(one: TracedRollout, constant_s: float) -> RolloutDraw:
+def _rollout(one: TracedRollout, constant_s: float, delay_s: float) -> RolloutDraw:
     """Its calls and the gaps between them; what runs before the first call is a segment without tokens."""
     first_s = one.calls[0].start_s if one.calls else one.end_s
-    tokens, tools_s, contexts = [0.0], [max(0.0, first_s - one.start_s)], [0.0]
+    tokens, tools_s, contexts = [0.0], [delay_s + max(0.0, first_s - one.start_s)], [0.0]
     for index, call in enumerate(one.calls):
         next_s = one.calls[index + 1].start_s if index + 1 < len(one.calls) else one.end_s
         tokens.append(float(call.output_tokens))

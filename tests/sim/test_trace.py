@@ -1,8 +1,13 @@
 """Worlds from stored runs: the fit of the engine's speed to measured calls."""
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from gyre_core.sim.trace import Call, fit_engine
+from gyre_core.sim.trace import Call, TracedRollout, build_trace, fit_engine, start_delays
+from tests.support.runs import small_config
 
 
 def call(start_s: float, end_s: float, tokens: int) -> Call:
@@ -20,3 +25,47 @@ def test_engine_fit_finds_the_time_of_a_token_and_of_its_neighbours() -> None:
 def test_engine_fit_without_load_leaves_the_load_out() -> None:
     constant_s, alpha_s, beta_s = fit_engine([call(0.0, 2.0, 10), call(10.0, 14.0, 20)])
     assert (alpha_s + beta_s, constant_s) == pytest.approx((0.2, 0.0), abs=1e-9)
+
+
+def rollout(name: str, start_s: float, end_s: float) -> TracedRollout:
+    return TracedRollout(rollout_id=name, group_id="g", problem_id="p", step=0, start_s=start_s, end_s=end_s, calls=())
+
+
+def test_start_delays_count_from_the_slot_that_a_rollout_took() -> None:
+    # Two slots. b starts 0.5 s after a; c takes a's slot 2 s after its end, d b's after 1 s, e that of c at once.
+    batch = [
+        rollout("a", 10.0, 20.0),
+        rollout("b", 10.5, 30.0),
+        rollout("c", 22.0, 40.0),
+        rollout("d", 31.0, 50.0),
+        rollout("e", 40.0, 60.0),
+    ]
+    assert start_delays(batch, slots=2) == pytest.approx({"a": 0.0, "b": 0.5, "c": 2.0, "d": 1.0, "e": 0.0})
+
+
+def test_start_delays_with_slots_for_all_count_from_the_first_start() -> None:
+    batch = [rollout("a", 10.0, 20.0), rollout("b", 10.5, 30.0), rollout("c", 12.0, 40.0)]
+    assert start_delays(batch, slots=8) == pytest.approx({"a": 0.0, "b": 0.5, "c": 2.0})
+
+
+def test_trace_counts_what_the_run_itself_took(tmp_path: Path) -> None:
+    """6 s until the last group is complete, 1 s of training after it, 2 s until the next dispatch."""
+    config = small_config(tmp_path, rollout__slots=6)
+    rollouts = [
+        replace(rollout(f"s0000-{problem}-{member}", 100.0 + member, 104.0), group_id=f"s0000-{problem}")
+        for problem in "ab"
+        for member in range(3)
+    ]
+    record = SimpleNamespace(
+        step=0,
+        stats={"step_s": 9.0, "rollout_s": 6.0, "train_tail_s": 1.0, "optimizer_s": 0.25, "forward_backward_s": 0.5},
+        micro_steps=((), ()),
+        extra={"decisions": [{"outcomes": [{"seconds": 0.5, "failed": ""}, {"seconds": 9.0, "failed": "refused"}]}]},
+    )
+    trace = build_trace("r1", config, [record], rollouts)  # type: ignore[list-item]
+    costs = trace.scenario.costs
+    assert costs.grade_s == pytest.approx(6.0 - 4.0), "from the last rollout's end to the last complete group"
+    assert costs.optimizer_s == pytest.approx(0.25 + 2.0)
+    assert (costs.to_train_s, costs.to_rollout_s, costs.sync_s) == (0.5, 0.5, 0.0)
+    assert trace.batches[0][0].rollouts[2].tools_s[0] == pytest.approx(2.0 + 2.0), "started 2 s late, then ran for 2 s"
+    assert trace.step_s == (9.0,)
