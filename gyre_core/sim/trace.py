@@ -187,10 +187,9 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
         float(outcome["seconds"])
         for record in records
         for decision in record.extra.get("decisions", ())
-        for outcome in decision["outcomes"]
-        if not outcome.get("failed")
+        for move, outcome in zip(decision["moves"], decision["outcomes"], strict=False)
+        if move["to"] == "train" and not outcome.get("failed")
     ]
-    switch_s = max(0.01, _mean(moves_s))
     costs = Costs(
         nodes_per_engine=1.0,
         alpha_s=alpha_s,
@@ -205,8 +204,8 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
             + _mean(closing_s),
         ),
         sync_s=0.0,  # a publication is part of the step's close
-        to_train_s=switch_s,
-        to_rollout_s=switch_s,
+        to_train_s=max(LEAST_S, _mean(moves_s)),
+        to_rollout_s=0.0 if closing_s else max(LEAST_S, _mean(moves_s)),  # returns are part of the step's close
         grade_s=max(_mean([one.verifier_s for one in rollouts]), _mean(tails_s)),
     )
     workload = Workload(

@@ -60,12 +60,18 @@ def test_trace_counts_what_the_run_itself_took(tmp_path: Path) -> None:
         step=0,
         stats={"step_s": 9.0, "rollout_s": 6.0, "train_tail_s": 1.0, "optimizer_s": 0.25, "forward_backward_s": 0.5},
         micro_steps=((), ()),
-        extra={"decisions": [{"outcomes": [{"seconds": 0.5, "failed": ""}, {"seconds": 9.0, "failed": "refused"}]}]},
+        extra={
+            "decisions": [
+                {"moves": [{"to": "train"}], "outcomes": [{"seconds": 0.5, "failed": ""}]},
+                {"moves": [{"to": "train"}], "outcomes": [{"seconds": 9.0, "failed": "refused"}]},
+                {"moves": [{"to": "rollout"}], "outcomes": [{"seconds": 3.0, "failed": ""}]},
+            ]
+        },
     )
     trace = build_trace("r1", config, [record], rollouts)  # type: ignore[list-item]
     costs = trace.scenario.costs
     assert costs.grade_s == pytest.approx(6.0 - 4.0), "from the last rollout's end to the last complete group"
     assert costs.optimizer_s == pytest.approx(0.25 + 2.0)
-    assert (costs.to_train_s, costs.to_rollout_s, costs.sync_s) == (0.5, 0.5, 0.0)
+    assert (costs.to_train_s, costs.to_rollout_s, costs.sync_s) == (0.5, 0.0, 0.0), "returns are part of the close"
     assert trace.batches[0][0].rollouts[2].tools_s[0] == pytest.approx(2.0 + 2.0), "started 2 s late, then ran for 2 s"
     assert trace.step_s == (9.0,)
