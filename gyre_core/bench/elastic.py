@@ -162,7 +162,7 @@ def _bench_preset(name: str, effort: Effort, seed: int, folder: Path, report: Ca
     scaled = scale(PRESETS[name].scenario, groups=effort.groups, steps=effort.steps, compression=1.0, seed=seed)
     source = source_of_emulation(scaled)
     bound_hours = bound_of(scaled.scenario, source)
-    simulated = {name: _simulated(scaled.scenario, name, source) for name in effort.policies}
+    simulated = {policy: _simulated(scaled.scenario, policy, source) for policy in effort.policies}
     step_s = (simulated["elastic"][1] if "elastic" in simulated else bound_hours) * 3600 / effort.steps
     control_s = measure_control(folder, name, scaled, effort)
     compression = max(1.0, step_s * effort.control_share / control_s)

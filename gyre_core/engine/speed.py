@@ -23,15 +23,11 @@ NO_SUMS: tuple[float, ...] = (0.0,) * (1 + _SIZE * _SIZE + _SIZE)  # weight of c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpeed:
-    """A fit. Example: TokenSpeed(start_s=0.2, token_s=0.02, load_s=0.0005).at(8) == 0.024"""
+    """A fit. Example: TokenSpeed(start_s=0.2, token_s=0.02, load_s=0.0005)"""
 
     start_s: float  # of a call, however many tokens it samples
     token_s: float  # of a token on an engine that serves nothing else
     load_s: float  # what each call at once adds to it; 0 also where it cannot be told
-
-    def at(self, calls: float) -> float:
-        """Seconds of a token with so many calls at once."""
-        return self.token_s + self.load_s * calls
 
 
 @dataclass(slots=True)

@@ -177,7 +177,7 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
     tails_s = [
         float(row["rollout_s"]) - span_s for row, span_s in zip(stats, spans_s, strict=True) if "rollout_s" in row
     ]
-    # With batches ahead the optimizer's end and the next dispatch have nothing to do with a batch's last group.
+    # From the end of training to the step's end.
     closing_s = [
         max(0.0, float(row["step_s"]) - float(row["rollout_s"]) - float(row["train_tail_s"]))
         for row in stats

@@ -24,6 +24,7 @@ from gyre_core.sim.account import Accounts
 from gyre_core.sim.bound import Bound
 from gyre_core.sim.draw import Source, source_of
 from gyre_core.sim.engine import Server
+from gyre_core.sim.failures import plan_failure
 from gyre_core.sim.model import INFINITE, Scenario
 from gyre_core.sim.parts import Cell, Group, MicroStep, Queue, Rollout
 from gyre_core.sim.result import Result
@@ -103,7 +104,7 @@ class World:
         self._open_step()
         if self.costs.mtbf_node_s < INFINITE:
             for cell in self.cells:
-                self._plan_failure(cell)
+                plan_failure(self, cell)
         heap, cells = self.heap, self.cells
         while self.step < self.scenario.steps:
             first = cells[0]
@@ -154,7 +155,7 @@ class World:
                     heapq.heappush(self.queue.fresh, (key, self.seq, Rollout(group, draw)))
                     self.dispatched += 1
             self.next_batch += 1
-        self._admit()
+        self.admit()
 
     def _free_cell(self) -> Cell | None:
         best, room = None, 0
@@ -163,7 +164,8 @@ class World:
                 best, room = cell, cell.slots - len(cell.residents)
         return best
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
+        """Rollouts that wait take the free slots, those that were moved first."""
         queue = self.queue
         while queue.resumed or queue.fresh:
             cell = self._free_cell()
@@ -273,7 +275,7 @@ class World:
             accounts.queries.add(self.now_s - group.started_s)
             self.estimates.group_ended(self.now_s - group.started_s, group.draw.predicted)
             self.at(self.costs.grade_s, self._grade, group)
-        self._admit()
+        self.admit()
         self.changed = True
 
     def _grade(self, group: Group) -> None:
@@ -441,7 +443,7 @@ class World:
         if move.to == "train":
             cell.server.pause(self.now_s, False)
             self.mark(cell, "switch")
-            self._relocate(cell)
+            self.relocate(cell)
             self.at(self.costs.to_train_s, self._switched, cell, cell.epoch)
         else:
             cell.state = RETURNING
@@ -465,10 +467,10 @@ class World:
         else:
             cell.state = ROLLOUT
             self.mark(cell, "no rollouts")
-            self._admit()
+            self.admit()
         self.changed = True
 
-    def _relocate(self, cell: Cell) -> None:
+    def relocate(self, cell: Cell) -> None:
         """Every rollout of the cell goes to another one, with what it has sampled; without room its calls wait."""
         for rollout in list(cell.residents):
             if rollout.phase == "sampling":
@@ -479,43 +481,4 @@ class World:
             self.accounts.relocated_calls += 1
             rollout.epoch += 1
             self.queue.resumed.append(rollout)
-        self._admit()
-
-    # -- failures
-
-    def _plan_failure(self, cell: Cell) -> None:
-        mean_s = self.costs.mtbf_node_s / self.scenario.cluster.nodes_per_cell
-        self.at(float(self.rng.exponential(mean_s)), self._fail, cell)
-
-    def _fail(self, cell: Cell) -> None:
-        if cell.state is DEAD:
-            return
-        self.accounts.deaths += 1
-        cell.epoch += 1
-        cell.server.pause(self.now_s, False)
-        if cell.index == 0:
-            self.optimizing = False
-        elif self.optimizing:  # the core has added its gradient already: it is lost with the core alone
-            self.cells[0].done += cell.done
-            cell.done = []
-        lost = [*cell.done, *([cell.task] if cell.task else [])]
-        for item in cell.done:
-            if item.group.micro_left == 0:
-                self.left += 1
-            item.group.micro_left += 1
-        cell.done, cell.task, cell.leaves = [], None, False
-        self.micro.extendleft(reversed(lost))
-        cell.state = DEAD
-        self._relocate(cell)
-        self.mark(cell, "dead")
-        self.at(self.costs.restart_s, self._restarted, cell)
-        self.changed = True
-
-    def _restarted(self, cell: Cell) -> None:
-        cell.epoch += 1
-        cell.state = ROLLOUT
-        cell.load_free_s = self.now_s
-        self.mark(cell, "no rollouts")
-        self._admit()
-        self._plan_failure(cell)
-        self.changed = True
+        self.admit()

@@ -1,16 +1,13 @@
 """docs/commands.md from the command line itself: `python infra/docs/cli_reference.py` writes it, `--check` compares."""
 
-import argparse
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
+from generated import write_or_check
 
 from gyre_core.cli.main import app
 
-TARGET = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 HEAD = """# Commands
 
 `gyre COMMAND --help` says the same. This page is made from the code: `python infra/docs/cli_reference.py`.
@@ -56,18 +53,5 @@ def _row(parameter: Any) -> str | None:
     return f"| `{names}` | {text} |".replace("\n", " ")
 
 
-def main() -> int:
-    """Write the page, or say that it is old (exit code 1)."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when the page is not this")
-    if parser.parse_args().check:
-        if TARGET.read_text(encoding="utf-8") == page():
-            return 0
-        print("docs/commands.md is old: run python infra/docs/cli_reference.py", file=sys.stderr)
-        return 1
-    TARGET.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_check("commands.md", page, "infra/docs/cli_reference.py", __doc__))

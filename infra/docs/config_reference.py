@@ -3,11 +3,9 @@
 Each section's keys, their types with bounds, defaults, and the comment that stands behind the key in the source.
 """
 
-import argparse
 import ast
 import inspect
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -15,13 +13,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from generated import write_or_check
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from gyre_core.config import RunConfig
 
-TARGET = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 A run is one TOML file; `gyre train RUN.toml --set section.key=value` changes single keys. Unknown keys, values out of
@@ -141,18 +139,5 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def main() -> int:
-    """Write the page, or say that it is old (exit code 1)."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when the page is not this")
-    if parser.parse_args().check:
-        if TARGET.read_text(encoding="utf-8") == page():
-            return 0
-        print("docs/configuration.md is old: run python infra/docs/config_reference.py", file=sys.stderr)
-        return 1
-    TARGET.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_check("configuration.md", page, "infra/docs/config_reference.py", __doc__))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gyre_core.engine.speed import NO_SUMS, SpeedMeter, TokenSpeed, add_call, add_sums, fit_speed
+from gyre_core.engine.speed import NO_SUMS, SpeedMeter, add_call, add_sums, fit_speed
 
 A, B = "http://a", "http://b"
 
@@ -25,7 +25,6 @@ def test_fit_speed_of_exact_calls_finds_what_made_them() -> None:
     speed = fit_speed(sums_of(draws(200, 0), start_s=0.3, token_s=0.02, load_s=0.004))
     assert speed is not None
     assert (speed.start_s, speed.token_s, speed.load_s) == pytest.approx((0.3, 0.02, 0.004), rel=1e-6)
-    assert speed.at(8) == pytest.approx(0.052)
 
 
 def test_fit_speed_of_one_level_of_load_says_nothing_of_the_load() -> None:
@@ -82,7 +81,3 @@ def test_meter_calls_at_once_are_the_mean_over_the_calls_own_time() -> None:
     meter.end(3, B, 11.0, tokens=0)  # nothing came: it says nothing
     first = add_call(NO_SUMS, tokens=10, seconds=2.0, at_once=2.0)
     assert meter.sums == pytest.approx(add_call(first, tokens=50, seconds=10.0, at_once=(6 + 2 * 2 + 2) / 10))
-
-
-def test_token_speed_at() -> None:
-    assert TokenSpeed(start_s=9.0, token_s=0.5, load_s=0.25).at(2) == 1.0

@@ -16,9 +16,7 @@ from gyre_core.config import load_run_config
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gyre_core", "flows", "tasks")
 MAX_LINES = 500
-LONGER_FOR_A_REASON: dict[str, str] = {
-    "gyre_core/sim/world.py": "the handlers of one discrete-event world, which share its state",
-}  # path -> why it is one file
+LONGER_FOR_A_REASON: dict[str, str] = {}  # path -> why it is one file
 
 # Places of the machines this was written on. Joined here so that this file does not hold them itself.
 _PARTS = ("/work", "/"), ("/root", "/"), ("/tmp", "/plan"), ("/opt", "/pypi"), ("/opt", "/wheels"), ("..", "/shared")
