@@ -189,9 +189,11 @@ def test_work_pools_follow_the_cells_and_nobody_waits_for_them(monkeypatch: pyte
     let_go.set()
     pools.close()
     with get_client(sync_client=True) as client:
-        limits = {name: client.read_work_pool(name).concurrency_limit for name in (ROLLOUT_POOL, TRAIN_POOL)}
-    assert limits == {ROLLOUT_POOL: 12, TRAIN_POOL: 1}
-    assert WorkPools.open() is not None, "pools that exist are taken as they are"
+        before = [client.read_work_pool(name) for name in (ROLLOUT_POOL, TRAIN_POOL)]
+        assert [pool.concurrency_limit for pool in before] == [12, 1]
+        WorkPools.open().close()
+        after = [client.read_work_pool(name) for name in (ROLLOUT_POOL, TRAIN_POOL)]
+    assert after == before, "pools that exist are taken as they are"
 
 
 def test_work_pools_of_a_server_that_does_not_answer_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_code_blocks_exist_with_their_options(page: Path) -> None:
     known = {
-        name: set(command.params and [option for one in command.params for option in one.opts])
+        name: {option for one in command.params for option in one.opts}
         for name, command in cli_reference.commands(cli_reference.typer.main.get_command(cli_reference.app), "gyre")
     }
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
