@@ -30,6 +30,7 @@ from tasks.publishing import commit_step, publish_weights
 from tasks.rollouts import batches_ahead, dispatch_rollouts, next_rollouts
 from tasks.runs import open_run
 from tasks.scheduling import rebalance_cells
+from tasks.spans import record_step
 from tasks.summary import report_step, report_totals, run_summary
 from tasks.training import Inbox, TrainedStep, stream_train
 from tasks.trajectories import CompleteGroup, stored_groups
@@ -73,7 +74,7 @@ def train(
 def train_step(run: RunContext, step: int) -> StepRecord:
     """One step, from dispatch to commit. Rollouts of later steps may be dispatched with it, and go on after it."""
     label = step + 1
-    started = time.monotonic()
+    started, started_s = time.monotonic(), time.time()
     stream, scheduling = stream_of(run), run.scheduling
     batches = [dispatch_batch(run, stream, batch, label) for batch in batches_ahead(run, step)]
     ids = batches[0]
@@ -116,6 +117,7 @@ def train_step(run: RunContext, step: int) -> StepRecord:
         scheduling.stop()  # else the tasks beside would wait for ever, and this flow for them
         inbox.close()
         raise
+    record_step(run, record, groups, started_s)
     report_step(run, record)
     every = run.config.evaluate.every
     if every and label % every == 0 and label < run.config.train.steps:

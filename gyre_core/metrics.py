@@ -1,4 +1,5 @@
-"""Metric records and where they go: TensorBoard, one JSON line each, and Prometheus when somebody wants that.
+"""Metric records and where they go: TensorBoard, one JSON line each, and Prometheus and Weights & Biases when
+somebody wants that.
 
 Names are `area/name_unit` (`rollout/duration_s`, `train/grad_norm`, `select/tokens_trained_count`). A quantity that was
 not there is written as zero, not left out, so that curves have no holes.
@@ -7,13 +8,22 @@ not there is written as zero, not left out, so that curves have no holes.
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from gyre_core.metrics_endpoint import Sample, serve_metrics
 from gyre_core.metrics_samples import scalar_samples
+
+
+class Sink(Protocol):
+    """Where scalars go beside the run's own files."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class MetricsWriter:
@@ -22,10 +32,12 @@ class MetricsWriter:
     Example: with MetricsWriter(Path("runs/quickstart")) as metrics: metrics.write(3, {"reward/mean": 0.5})
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, sinks: Sequence[Sink] = ()) -> None:
+        """`sinks` get the finite scalars too, and are closed with it."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._sinks = sinks
         self._board = SummaryWriter(str(run_dir / "tensorboard"))
         self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._lock = threading.Lock()
@@ -42,15 +54,19 @@ class MetricsWriter:
         with self._lock:
             self._newest |= clean
             self._step = max(self._step, step)
-        for name, value in clean.items():
-            if value is not None:
-                self._board.add_scalar(name, value, step)
+        finite = {name: value for name, value in clean.items() if value is not None}
+        for name, value in finite.items():
+            self._board.add_scalar(name, value, step)
         self._board.flush()
+        for sink in self._sinks:
+            sink.write(step, finite)
 
     def close(self) -> None:
         self._endpoint.close()
         self._lines.close()
         self._board.close()
+        for sink in self._sinks:
+            sink.close()
 
     def _samples(self) -> list[Sample]:
         """The newest value of each scalar, for a scrape."""

@@ -12,6 +12,7 @@ from gyre_core.rollout.environment import Environment
 from gyre_core.rollout.keep import WorkspaceKeeper
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store
+from gyre_core.tracing.spans import NO_TRACING, Tracing
 from tasks.progress import RunProgress
 from tasks.reporting import RunReporter
 from tasks.services import Services
@@ -57,6 +58,7 @@ class RunContext:
         scheduling: "Scheduling",
         metrics: MetricsWriter,
         policy_version: int,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -68,6 +70,7 @@ class RunContext:
         self.progress = progress
         self.reporter = reporter
         self.metrics = metrics
+        self.tracing = tracing
         self.keeper = WorkspaceKeeper(store, config.grading)
         self.policy_version = policy_version
         self.cell_version = policy_version

@@ -12,6 +12,7 @@ from gyre_core.rollout.runner import ExecutedRollout
 from gyre_core.rollout.runner import execute_rollout as execute
 from gyre_core.types import RolloutSpec
 from tasks.context import Box, RunContext
+from tasks.spans import record_executed
 
 
 @task(name="dispatch_rollouts", task_run_name="step {step_label} / dispatch", cache_policy=NO_CACHE)
@@ -66,6 +67,7 @@ def execute_rollout(run: RunContext, spec: RolloutSpec) -> Box[ExecutedRollout]:
             )
 
     executed = asyncio.run(work())
+    record_executed(run, executed)
     run.services.proxies.check()
     return Box(executed, label=spec.label)
 

@@ -9,22 +9,24 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gyre_core.config import RunConfig
 from gyre_core.errors import StoreError
 from gyre_core.grading.inputs import check_inputs
 from gyre_core.grading.manifest import folders_of
-from gyre_core.metrics import MetricsWriter
+from gyre_core.metrics import MetricsWriter, Sink
 from gyre_core.proxy.journal import journal_rollout
 from gyre_core.rollout.environment import open_environment
 from gyre_core.run_folder import RunFolder
 from gyre_core.store import Store
+from gyre_core.tracing.spans import Tracing
 from tasks.context import RunContext
 from tasks.prefect_runs import close_dead_runs
 from tasks.progress import RunProgress
 from tasks.reporting import RunReporter
 from tasks.scheduling import Scheduling
-from tasks.services import running_services
+from tasks.services import running_services, tracing_settings
 from tasks.work_pools import WorkPools
 
 logger = logging.getLogger(__name__)
@@ -76,13 +78,26 @@ def open_run(
             progress=progress,
             reporter=reporter,
             scheduling=scheduling,
-            metrics=stack.enter_context(MetricsWriter(folder.path)),
+            metrics=stack.enter_context(MetricsWriter(folder.path, sinks=metric_sinks(config, folder))),
+            tracing=stack.enter_context(Tracing(tracing_settings(config, folder), "flow")),
             policy_version=policy_version,
         )
         scheduling.open()
         reporter.store_link(config.store.url or folder.store_url)
         progress.note(f"{cells_text(config)} and proxy are ready")
         yield run
+
+
+def metric_sinks(config: RunConfig, folder: RunFolder) -> list[Sink]:
+    """Where the run's scalars go beside its folder; raises SetupError."""
+    project = config.metrics.wandb_project
+    if project is None:
+        return []
+    from gyre_core.metrics_wandb import WandbScalars
+
+    kept_here: Any = {"rollout": {"harness": {"env"}}, "prefect": True, "store": True}  # may hold keys and hosts
+    about = config.model_dump(mode="json", exclude=kept_here)
+    return [WandbScalars(project, run_id=folder.run_id, folder=folder.path, config=about)]
 
 
 def cells_text(config: RunConfig) -> str:

@@ -25,6 +25,7 @@ from gyre_core.proxy.pool import Shards
 from gyre_core.proxy.settings import ProxySettings
 from gyre_core.proxy.supervisor import ProxySupervisor
 from gyre_core.run_folder import RunFolder
+from gyre_core.tracing.settings import TracingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ def cell_settings(
             transfer=config.transfer,
             kv_store=kv_store,
             emulate=config.emulate,
+            tracing=tracing_settings(config, folder),
             policy_version=policy_version if index == 0 else 0,
             checkpoint=checkpoint if index == 0 else None,
             members=members if index == 0 and not alone else None,
@@ -119,6 +121,11 @@ def cell_launcher(config: RunConfig, folder: RunFolder) -> Launch | None:
     return WorkerLauncher(pool=config.scheduler.work_pool, run_id=folder.run_id, work=folder.work, logs=folder.logs)
 
 
+def tracing_settings(config: RunConfig, folder: RunFolder) -> TracingSettings | None:
+    """Where every process of the run sends its spans."""
+    return TracingSettings.of(config.tracing, run=folder.run_id, run_folder=folder.path)
+
+
 def proxy_settings(config: RunConfig, folder: RunFolder) -> list[ProxySettings]:
     """One proxy process's settings each: a secret and a journal of its own. Raises ConfigError."""
     try:
@@ -134,6 +141,7 @@ def proxy_settings(config: RunConfig, folder: RunFolder) -> list[ProxySettings]:
                 engine_call_timeout_s=config.engine.call_timeout_s,
                 max_body_bytes=config.proxy.max_body_bytes,
                 role_tables=config.proxy.role_tables,
+                tracing=tracing_settings(config, folder),
             )
             for index in range(config.proxy.processes)
         ]

@@ -20,6 +20,7 @@ from gyre_core.cells.client import CellClient
 from gyre_core.errors import GyreError, TrainError
 from gyre_core.train.queue_records import StepAccount
 from tasks.context import Box, RunContext
+from tasks.spans import record_trained
 from tasks.trajectories import CompleteGroup
 
 logger = logging.getLogger(__name__)
@@ -74,12 +75,13 @@ def stream_train(run: RunContext, step_label: int, inbox: Box[Inbox]) -> Box[Tra
     is taken with no gradient at all: the policy version advances, the weights do not change.
     """
     step = _Step(run, step_label - 1)
-    first_s = 0.0
+    first_s, handed = 0.0, []
     for group in inbox.value:
         while not run.scheduling.may_hand_over():
             run.scheduling.check()
             run.scheduling.burst.wait(run.scheduling.burst.stamp, _LOOK_S)
         first_s = first_s or time.monotonic()
+        handed.append((group, time.time()))
         step.take(group)
         run.scheduling.burst.group_handed()
     run.scheduling.check()  # an inbox is closed too when the run ends early
@@ -87,6 +89,7 @@ def stream_train(run: RunContext, step_label: int, inbox: Box[Inbox]) -> Box[Tra
     result = step.close()
     run.cell_version += 1
     ended_s = time.monotonic()
+    record_trained(run, step_label - 1, handed, time.time())
     account = StepAccount.from_json(result["account"])
     totals = dict(account.stats)
     seconds = float(result.get("optimizer_s", result.get("seconds", 0.0)))

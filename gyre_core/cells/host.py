@@ -307,6 +307,7 @@ class CellHost(CellTrainer):
             remote_weights=settings.transfer.backend != "local",
             kv_store=settings.kv_store,
             host=settings.host,
+            otlp_endpoint=settings.tracing.collector if settings.tracing is not None else None,
         )
         self._engine.start()
         self._memory_released = False

@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 from gyre_core.config.emulation import EmulationConfig
 from gyre_core.config.models import EngineConfig, LaxPath, Section, TrainConfig, TransferConfig
+from gyre_core.tracing.settings import TracingSettings
 
 
 class MembersSettings(Section):
@@ -45,6 +46,7 @@ class CellSettings(Section):
     core_secret: str = ""  # bearer token of that queue
     core_channel: Literal["local", "mooncake"] = "local"  # of weights and gradients: the core's
     emulate: EmulationConfig | None = None  # engine and trainer take the time of a cost model
+    tracing: TracingSettings | None = None
     policy_version: int = 0  # version of the first weights
     checkpoint: LaxPath | None = None  # resume: the trainer starts from it, and publishes it before serving
 

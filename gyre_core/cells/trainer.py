@@ -24,9 +24,12 @@ from gyre_core.cells.members import HubSettings, MemberHub
 from gyre_core.cells.satellite import SatelliteMember
 from gyre_core.cells.settings import CellSettings
 from gyre_core.cells.steps import LocalSteps, StepDesk
+from gyre_core.cells.traced import TracedReplica
 from gyre_core.errors import ConfigError, GyreError
+from gyre_core.tracing.spans import Tracing
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.megatron.replica import MegatronReplica, ParallelReplica
+from gyre_core.train.members import Replica
 from gyre_core.train.packing import PackedMicroStep, pack_for_training
 from gyre_core.train.parallel import ParallelTrainer, open_trainer
 from gyre_core.train.queue_records import QueueRules
@@ -50,6 +53,7 @@ class CellTrainer(ABC):
         self.settings = settings
         self.desk: StepDesk | None = None  # of a core and of a cell alone
         self.member: SatelliteMember | None = None
+        self.tracing = Tracing(settings.tracing, settings.cell_id)
         self._version = settings.policy_version
         self._trainer: MegatronTrainer | ParallelTrainer | None = None
         self._hub: MemberHub | None = None
@@ -351,13 +355,13 @@ class CellTrainer(ABC):
         if settings.checkpoint is not None:
             trainer.load_checkpoint(settings.checkpoint)
         if isinstance(trainer, ParallelTrainer):
-            source = LocalSteps(ParallelReplica(trainer), trainer.weights_digest, settings.cell_id)
+            source = LocalSteps(self._traced(ParallelReplica(trainer)), trainer.weights_digest, settings.cell_id)
         elif settings.core_url is not None:
             self.member = SatelliteMember(
                 settings.cell_id,
                 settings.core_url,
                 settings.core_secret,
-                MegatronReplica(trainer),
+                self._traced(MegatronReplica(trainer)),
                 channel=settings.core_channel,
                 host=settings.host,
                 wait_s=_SATELLITE_WAIT_S,
@@ -368,13 +372,16 @@ class CellTrainer(ABC):
             hub_settings = HubSettings(
                 **settings.members.model_dump(), work_dir=settings.work_dir / "members", owner=settings.cell_id
             )
-            source = self._hub = MemberHub(MegatronReplica(trainer), hub_settings)
+            source = self._hub = MemberHub(self._traced(MegatronReplica(trainer)), hub_settings)
             self._hub.start()
         else:
-            source = LocalSteps(MegatronReplica(trainer), trainer.weights_digest, settings.cell_id)
+            source = LocalSteps(self._traced(MegatronReplica(trainer)), trainer.weights_digest, settings.cell_id)
         source.publish_weights(self._version)
         self._source = source
         self.desk = StepDesk(source, trainer, QueueRules.of(settings.train), self._set_version)
+
+    def _traced(self, replica: Replica) -> Replica:
+        return TracedReplica(replica, self.tracing, self.settings.cell_id) if self.tracing.enabled else replica
 
     def _open_trainer(self) -> MegatronTrainer | ParallelTrainer:
         return open_trainer(self.settings.model_path, self.settings.train, seed=self.settings.seed)
@@ -390,6 +397,7 @@ class CellTrainer(ABC):
         if self._trainer is not None:
             await self._on_trainer_thread(self._trainer.close)
         self._thread.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.tracing.close)
 
     def _set_version(self, policy_version: int) -> None:
         self._version = policy_version

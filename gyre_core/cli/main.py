@@ -12,6 +12,7 @@ import typer
 
 from gyre_core.cli import deploy as deployment
 from gyre_core.cli import simulate as simulation
+from gyre_core.cli import trace as traces
 from gyre_core.cli import up as team
 from gyre_core.cli.bench import bench_app
 from gyre_core.cli.options import (
@@ -38,6 +39,7 @@ app.add_typer(store_app, name="store")
 simulation.register(app)
 deployment.register(app)
 team.register(app)
+traces.register(app)
 problems_app = typer.Typer(
     help="Problems: check what a run would train on, convert other layouts.", no_args_is_help=True
 )

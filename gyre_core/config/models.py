@@ -302,6 +302,20 @@ class EvaluateConfig(Section):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
 
 
+class TracingConfig(Section):
+    """OpenTelemetry traces of rollouts and steps (docs/tracing.md)."""
+
+    export: Literal["none", "file", "otlp"] = "none"  # file: `<run folder>/traces`; otlp: a collector, and SGLang's own
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] = "http://127.0.0.1:4318"  # of the collector
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the rollouts and steps
+
+
+class MetricsConfig(Section):
+    """Where a run's scalars go beside TensorBoard, `metrics.jsonl` and Prometheus."""
+
+    wandb_project: str | None = None  # Weights & Biases, when its package is there; None: nothing is sent
+
+
 class PrefectConfig(Section):
     """Where the run is shown. No api_url: a server of the run's own, on its own database."""
 
@@ -331,6 +345,8 @@ class RunConfig(Section):
     store: StoreConfig = StoreConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     prefect: PrefectConfig = PrefectConfig()
+    tracing: TracingConfig = TracingConfig()
+    metrics: MetricsConfig = MetricsConfig()
     emulate: EmulationConfig | None = None  # cells and rollouts take the time of a cost model (gyre bench elastic)
 
     @model_validator(mode="after")

@@ -149,10 +149,12 @@ def launch_command(
     memory_port: int | None,
     kv_store: str | None = None,
     host: str = "127.0.0.1",
+    otlp_endpoint: str | None = None,
 ) -> list[str]:
     """The server's command line. `memory_port` opens the weights' memory to one-sided writes; None leaves them closed.
 
     `kv_store` (host:port of a Mooncake master) shares keys and values with the other engines there.
+    `otlp_endpoint` (a collector's URL) lets the server add its own spans to the traces of the calls that it gets.
     `slots` bounds the running calls, so that the router's count and the engine's agree. The prefix cache stays on.
     """
     command = [str(install.python), "-P", str(SERVE)]
@@ -174,6 +176,9 @@ def launch_command(
         command += ["--engine-info-bootstrap-port", str(memory_port)]
     if kv_store is not None:
         command += kv_store_arguments(install, config, kv_store)
+    if otlp_endpoint is not None:
+        command += ["--enable-trace", "--otlp-service-name", "sglang"]
+        command += ["--otlp-traces-endpoint", f"{otlp_endpoint.rstrip('/')}/v1/traces"]
     return [*command, *config.extra_args]
 
 
@@ -213,6 +218,7 @@ def launch_environment(install: EngineInstall, config: EngineConfig, *, api_key:
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",
         "SGLANG_HOST_IP": "127.0.0.1",  # of the weights' memory, which the trainer of the same machine writes
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",  # of --enable-trace
         **mooncake_environment(),
     }
     if install.device == "cpu":

@@ -47,6 +47,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ("Not enough memory", "lower engine.max_total_tokens or end other programs"),
     ("Failed to setup Mooncake store", "the KV store's master did not answer: see its log, or set engine.kv_store"),
     ("Cannot allocate memory", "lower engine.max_total_tokens or end other programs"),
+    ("opentelemetry package is not installed", f'tracing.export = "otlp" needs it: run `{INSTALL_COMMAND}`'),
     ("unrecognized arguments", "engine.extra_args holds an option that this SGLang does not have"),
     ("No space left on device", "free disk space (the log, /tmp or /dev/shm is full)"),
     ("greater than the derived context_length", "lower model.context_length to what the model's config.json allows"),
@@ -75,11 +76,13 @@ class SGLangServer:
         remote_weights: bool = True,
         kv_store: str | None = None,
         host: str = "127.0.0.1",
+        otlp_endpoint: str | None = None,
     ) -> None:
         """`port` 0 takes a free one, `host` is the address on which it is reached. `remote_weights` opens the weights'
         memory to Mooncake where it loads.
 
-        `kv_store` is the address of a KvStore (engine/kv_store.py), or None. Raises SetupError when there is nothing to
+        `kv_store` is the address of a KvStore (engine/kv_store.py), or None; `otlp_endpoint` that of a collector that
+        gets the server's own spans. Raises SetupError when there is nothing to
         serve with, ConfigError for a KV store without Mooncake, EngineError for a model folder that is none.
         """
         self.config = config
@@ -92,6 +95,7 @@ class SGLangServer:
         if kv_store is not None:
             check_kv_store(self.install)
         self.kv_store = kv_store
+        self.otlp_endpoint = otlp_endpoint
         self.remote_weights = remote_weights and self.install.mooncake
         self.slots = slots
         self.api_key = new_secret()  # what requests must bring: `client` does
@@ -166,6 +170,7 @@ class SGLangServer:
             memory_port=self._memory_port,
             kv_store=self.kv_store,
             host=self.host,
+            otlp_endpoint=self.otlp_endpoint,
         )
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._child = ChildProcess(

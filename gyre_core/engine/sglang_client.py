@@ -17,6 +17,7 @@ import orjson
 from gyre_core.engine.replies import error_message, parse_generation
 from gyre_core.engine.transport import AiohttpTransport
 from gyre_core.errors import EngineError
+from gyre_core.tracing.spans import current_headers
 from gyre_core.types import Generation, Json, SamplingParams, TokenIds
 
 CONNECT_TIMEOUT_S = 5.0  # one machine or one cluster network: an engine that lives accepts at once
@@ -96,7 +97,7 @@ class SGLangClient:
                 reply = await self._http.post(
                     "/generate",
                     content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),  # 20 times quicker than from a list
-                    headers=_JSON_HEADERS,
+                    headers=_JSON_HEADERS | current_headers(),
                     timeout=_CALL_TIMEOUT,
                 )
         except asyncio.CancelledError:

@@ -42,9 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValidationError, GyreError) as error:
         print(f"the proxy cannot start: {error}", file=sys.stderr)
         return 2
-    name = f"proxy-{settings.journal_dir.name}" if settings.journal_dir is not None else "proxy"
     run = settings.journal_dir.parent.parent.name if settings.journal_dir is not None else ""
-    add_metrics(app, name, lambda: proxy_samples(app.state.proxy.status()), run=run)
+    add_metrics(app, settings.name, lambda: proxy_samples(app.state.proxy.status()), run=run)
     print(f"proxy on http://{settings.host}:{listener.getsockname()[1]}", flush=True)
     uvicorn.Server(server_config(app)).run(sockets=[listener])
     return 0

@@ -11,6 +11,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from opentelemetry.trace import SpanKind
+
 from gyre_core.clock import Clock, SystemClock
 from gyre_core.engine.client import EngineClient
 from gyre_core.engine.router import EngineSlot, Grant, Router, backoff_s
@@ -18,6 +20,7 @@ from gyre_core.errors import EngineError
 from gyre_core.proxy.drains import DrainReport, Drains
 from gyre_core.proxy.parts import Decode, PartialCall, joined
 from gyre_core.proxy.settings import EngineEntry
+from gyre_core.tracing.spans import NO_TRACING, Tracing, note
 from gyre_core.types import FinishReason, Generation, SamplingParams, TokenIds
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ class Sampler:
         attempts: int,
         clock: Clock | None = None,
         decode: Decode | None = None,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         """`connect` makes the client of an engine's url and key; `attempts` bounds tries in a row without a token.
 
@@ -48,6 +52,7 @@ class Sampler:
         self._clock = clock or SystemClock()
         self._drains = Drains(router, self._clock)
         self._decode = decode
+        self._tracing = tracing
         self._kv_write_s: dict[str, float] = {}  # by url, of the same ones
         self._connect = connect
         self._clients: dict[tuple[str, str | None], EngineClient] = {}  # by url and key
@@ -120,7 +125,7 @@ class Sampler:
                 return False
             call.left_url, call.settled_s = grant.url, 0.0
             rid = call.next_rid()
-            generation = await self._drains.fly(grant, self._client(grant), call.ids(), call.rest(), rid=rid)
+            generation = await self._generate(call, grant, rid)
             moved = self.router.state.moving(grant)
             if generation is None:
                 given_up = True
@@ -154,6 +159,23 @@ class Sampler:
             self.counters["calls_moved"] += moved
             self.router.release(grant, failed=failed, tokens=num_tokens)
             self._drains.left(grant, moved=moved, num_tokens=num_tokens, given_up=given_up)
+
+    async def _generate(self, call: PartialCall, grant: Grant, rid: str) -> Generation | None:
+        """One try on an engine, as a span below the call's."""
+        about = {"server.address": grant.url, "gyre.policy_version": grant.version, "gyre.try": call.num_tries}
+        with self._tracing.span("engine.generate", about, kind=SpanKind.CLIENT) as span:
+            generation = await self._drains.fly(grant, self._client(grant), call.ids(), call.rest(), rid=rid)
+            if generation is not None:
+                note(
+                    span,
+                    {
+                        "gen_ai.usage.input_tokens": generation.prompt_tokens,
+                        "gen_ai.usage.output_tokens": len(generation.output_ids),
+                        "gyre.cached_tokens": generation.cached_tokens,
+                        "gyre.finish_reason": generation.finish_reason.value,
+                    },
+                )
+            return generation
 
     async def _settle(self, call: PartialCall, grant: Grant) -> None:
         """Wait, on the slot, until the engine that a call left has written its keys and values for the others."""

@@ -40,6 +40,7 @@ from gyre_core.proxy.render import PromptRenderer
 from gyre_core.proxy.sampling import Connect, Sampler
 from gyre_core.proxy.session import Session
 from gyre_core.proxy.settings import DrainRequest, EnginesUpdate, ProxySettings, SessionSettings
+from gyre_core.tracing.spans import Tracing
 from gyre_core.trajectory.roles import BUILTIN_TABLES, role_table
 from gyre_core.types import Json
 
@@ -71,6 +72,7 @@ class Proxy:
         """Load the tokenizer and restore the journal's sessions; raises SetupError or ConfigError."""
         self.settings = settings
         self.clock = clock or SystemClock()
+        self.tracing = Tracing(settings.tracing, settings.name)
         self.renderer = PromptRenderer.load(settings.model_path, settings.renderer, settings.thinking_retention)
         self.renderer.context_length = settings.context_length
         self.router = Router(self.clock)
@@ -80,6 +82,7 @@ class Proxy:
             attempts=settings.engine_attempts,
             clock=self.clock,
             decode=self.renderer.decode,
+            tracing=self.tracing,
         )
         self.sessions: dict[str, tuple[Session, bytes]] = {}  # with the SHA-256 of the key's token
         self.counters: Counter[str] = Counter()
@@ -155,6 +158,7 @@ class Proxy:
             session.close()
         if self._folder is not None:
             self._folder.close()
+        await asyncio.to_thread(self.tracing.close)
 
     def _session(
         self, session_id: str, settings: SessionSettings, created_s: float, journal: Journal | None
@@ -164,6 +168,7 @@ class Proxy:
             settings,
             renderer=self.renderer,
             sampler=self.sampler,
+            tracing=self.tracing,
             tables=self._tables,
             context_length=self.settings.context_length,
             clock=self.clock,

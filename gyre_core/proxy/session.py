@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+from opentelemetry.trace import SpanKind
+
 from gyre_core.clock import Clock
 from gyre_core.errors import EngineError, ProxyError
 from gyre_core.proxy.call import RunningCall
@@ -29,6 +31,7 @@ from gyre_core.proxy.render import PromptRenderer
 from gyre_core.proxy.sampling import Sampler
 from gyre_core.proxy.settings import SessionSettings
 from gyre_core.proxy.turn import build_prompt, build_reply
+from gyre_core.tracing.spans import NO_TRACING, Tracing, note
 from gyre_core.trajectory.arrow import trajectory_to_ipc
 from gyre_core.trajectory.recorder import FinishedCall, Plan, Recorder
 from gyre_core.trajectory.roles import RoleTable, find_table
@@ -54,6 +57,7 @@ class Session:
         clock: Clock,
         created_s: float,
         journal: Journal | None,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         """`created_s` is when the session was first created, in seconds since the epoch."""
         self.session_id = session_id
@@ -64,6 +68,7 @@ class Session:
         self._table = find_table(tables, settings.harness.name, settings.harness.version)
         self._context_length = context_length
         self._clock = clock
+        self._tracing = tracing
         self._journal = journal
         self._recorder = Recorder(settings.rollout_id, keep_changed=settings.on_change == "keep")
         self._cache = KeyCache()
@@ -200,9 +205,22 @@ class Session:
     async def _run(self, call: RunningCall, request: ChatRequest, dialect: Dialect, digest: bytes, index: int) -> None:
         """Make a call, within the session's time, and settle its reply."""
         timeout = asyncio.timeout(self.time_left_s())
+        parent = self._tracing.rollout(self.settings.rollout_id)
+        about = {"gyre.call": call.call_id, "gyre.dialect": dialect.name, "gen_ai.operation.name": "chat"}
         try:
             async with timeout:
-                reply = await self._make(call, request, dialect, digest, index)
+                with self._tracing.span("chat", about, parent=parent, kind=SpanKind.SERVER) as span:
+                    reply = await self._make(call, request, dialect, digest, index)
+                    note(
+                        span,
+                        {
+                            "gen_ai.request.model": request.model,
+                            "gen_ai.usage.input_tokens": reply.prompt_tokens,
+                            "gen_ai.usage.output_tokens": reply.output_tokens,
+                            "gyre.cached_tokens": reply.cached_tokens,
+                            "gyre.finish_reason": reply.finish_reason.value,
+                        },
+                    )
             call.settle(reply)
         except Refusal as refusal:
             call.settle(refusal)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from gyre_core.tracing.settings import TracingSettings
 from gyre_core.trajectory.roles import role_table
 
 LaxPath = Annotated[Path, Field(strict=False)]
@@ -37,6 +38,12 @@ class ProxySettings(_Section):
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # to read a request's body
     max_body_bytes: Annotated[int, Field(gt=0)] = 16 * 2**20  # a history of a million tokens is 5 to 10 MB
     role_tables: tuple[dict[str, Any], ...] = Field(default=(), strict=False)  # asked before the built-in ones
+    tracing: TracingSettings | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the process, for metrics and traces."""
+        return f"proxy-{self.journal_dir.name}" if self.journal_dir is not None else "proxy"
 
     @field_validator("role_tables")
     @classmethod

@@ -110,7 +110,7 @@ def engine_environment(root: Path, gpu: bool) -> Environment:
     if gpu:
         steps = (
             Step("pip", ("install", "--upgrade", "pip>=25.1")),
-            Step("SGLang with its CUDA kernels", ("install", SGLANG)),
+            Step("SGLang with its CUDA kernels", ("install", SGLANG.replace("==", "[tracing]=="))),
             Step("Mooncake transfer engine", ("install", mooncake)),
         )
         return Environment(

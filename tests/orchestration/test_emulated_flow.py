@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flows.train import train
 from gyre_core.bench.elastic_run import run_config, to_toml, write_inputs
 from gyre_core.bench.elastic_scale import scale
+from gyre_core.cli.trace import find_rollout, list_rollouts, show_trace
 from gyre_core.config import load_run_config
 from gyre_core.config.emulation import account_path
 from gyre_core.sim.model import Cluster, Costs, Scenario, Workload
@@ -26,6 +28,7 @@ def test_emulated_run_moves_cells_and_trains_every_target_once(tmp_path: Path):
     write_inputs(tmp_path, problems=3)
     scaled = scale(SCENARIO, groups=2, steps=2, compression=1.0, mean_tokens=60.0)
     tree = run_config(tmp_path, scaled, name="tiny", policy="elastic", train_cells=1, steps=2, compression=100.0)
+    tree["tracing"] = {"export": "file"}
     (tmp_path / "tiny.toml").write_text(to_toml(tree))
     config = load_run_config(tmp_path / "tiny.toml")
     train(config, "tiny", quiet=True)
@@ -42,3 +45,34 @@ def test_emulated_run_moves_cells_and_trains_every_target_once(tmp_path: Path):
     outcomes = [outcome for decision in decisions for outcome in decision["outcomes"]]
     moved = [outcome["to"] for outcome in outcomes if not outcome["failed"]]
     assert moved.count("train") >= 2  # the core at least, in each step
+    check_traces(tmp_path / "runs" / "tiny" / "traces", store)
+
+
+def check_traces(folder: Path, store: Store) -> None:
+    """Each rollout is one trace over flow, proxy and cells, and each step is one."""
+    listed, text = list_rollouts(folder, "tiny")
+    assert len(listed["rollouts"]) == 16
+    assert listed["rollouts"][0]["rollout"] in text
+    trained = {branch.rollout_id for commit in store.commits("group") for branch in store.read_branches(commit)}
+    for row in listed["rollouts"]:
+        rollout_id = find_rollout(folder, row["rollout"])
+        shown, _ = show_trace(folder, "tiny", f"rollout/{rollout_id}")
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for span in shown["spans"]:
+            by_name.setdefault(span["name"], []).append(span)
+        assert shown["spans"][0]["name"] == "rollout"
+        assert [span["process"] for name in ("prepare", "harness", "seal", "grade") for span in by_name[name]] == [
+            "flow"
+        ] * 4
+        assert len(by_name["chat"]) == row["calls"] >= 1
+        assert {span["process"] for span in by_name["chat"] + by_name["engine.generate"]} == {"proxy-0"}
+        assert ("train" in by_name) == (rollout_id in trained)
+        micro_steps = by_name.get("train.micro_step", [])
+        assert {span["process"] for span in micro_steps} <= {"cell-0", "cell-1"}
+        harness, end_s = by_name["harness"][0], shown["seconds"]
+        for span in by_name["chat"]:
+            assert harness["start_s"] - 0.1 <= span["start_s"] <= harness["start_s"] + harness["seconds"] <= end_s
+    step, text = show_trace(folder, "tiny", "step/1")
+    assert [span["name"] for span in step["spans"]] == ["step", "rollouts", "train tail", "publish and commit"]
+    assert step["spans"][0]["attributes"]["gyre.groups_trained"] == 2
+    assert "train tail [flow]" in text
