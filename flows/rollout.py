@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from prefect.futures import PrefectFuture
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from gyre_core.config import RunConfig
 from gyre_core.scheduler.admission import Key, admission_of
@@ -24,18 +23,19 @@ from gyre_core.types import RolloutSpec
 from tasks.context import Box, RunContext
 from tasks.grading import grade_rollout
 from tasks.rollouts import execute_rollout
+from tasks.task_runner import LongRunTaskRunner
 from tasks.trajectories import CompleteGroup, complete_group, process_rollout
 
 T = TypeVar("T")
 
 # Threads wait for harnesses and verifiers most of the time; how many rollouts run at once is not decided here.
-TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=128)
+TASK_RUNNER: Any = LongRunTaskRunner(max_workers=128)
 
 
 def task_runner_of(config: RunConfig) -> Any:
     """`TASK_RUNNER`, or one with threads for more rollouts, and as many that are graded."""
     threads = 2 * config.rollout.slots + 16
-    return TASK_RUNNER if threads <= 128 else ThreadPoolTaskRunner(max_workers=threads)
+    return TASK_RUNNER if threads <= 128 else LongRunTaskRunner(max_workers=threads)
 
 
 class RolloutStream:

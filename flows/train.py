@@ -32,6 +32,7 @@ from tasks.runs import open_run
 from tasks.scheduling import rebalance_cells
 from tasks.spans import record_step
 from tasks.summary import report_step, report_totals, run_summary
+from tasks.task_runner import forget_task_states
 from tasks.training import Inbox, TrainedStep, stream_train
 from tasks.trajectories import CompleteGroup, stored_groups
 
@@ -119,6 +120,7 @@ def train_step(run: RunContext, step: int) -> StepRecord:
         raise
     record_step(run, record, groups, started_s)
     report_step(run, record)
+    forget_task_states()
     every = run.config.evaluate.every
     if every and label % every == 0 and label < run.config.train.steps:
         evaluate_heldout(run, f"step-{label}", policy_version=label)

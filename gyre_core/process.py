@@ -6,6 +6,7 @@ PR_SET_PDEATHSIG this does not depend on which thread of the parent started the 
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import secrets
@@ -22,6 +23,7 @@ from gyre_core.errors import GyreError
 
 logger = logging.getLogger(__name__)
 
+_M_ARENA_MAX = -8  # of malloc.h
 WATCH_FLAG = "GYRE_DIE_WITH_STDIN"  # set for children whose standard input is the parent's pipe
 
 
@@ -114,6 +116,18 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def limit_malloc_arenas(count: int = 2) -> bool:
+    """Let this process's threads share so many of glibc's heaps; False where that cannot be said.
+
+    By default each of 16 cores adds 8, and what many threads freed in each stays there: the flow of a run with 32
+    rollouts a step grew by 2 MB a step, with two heaps by 0.5 MB (32 steps, measured). Call it before threads start.
+    """
+    try:
+        return ctypes.CDLL(None).mallopt(_M_ARENA_MAX, count) == 1
+    except (AttributeError, OSError):  # another C library
+        return False
 
 
 def log_tail(path: Path, *, num_lines: int = 15, num_bytes: int = 65536) -> str:

@@ -5,7 +5,9 @@ import sys
 
 
 def main() -> None:
-    from gyre_core.process import end_with_parent
+    from gyre_core.process import end_with_parent, limit_malloc_arenas
+
+    limit_malloc_arenas()
 
     # A worker turns SIGTERM into SIGINT; a shell's background job hands down an ignored SIGINT, and then it never ends.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,6 +16,7 @@ from gyre_core.errors import StoreError
 from gyre_core.grading.inputs import check_inputs
 from gyre_core.grading.manifest import folders_of
 from gyre_core.metrics import MetricsWriter, Sink
+from gyre_core.process import limit_malloc_arenas
 from gyre_core.proxy.journal import journal_rollout
 from gyre_core.rollout.environment import open_environment
 from gyre_core.run_folder import RunFolder
@@ -37,6 +38,7 @@ def open_run(
     config: RunConfig, runs_dir: Path, run_id: str, *, resume: bool, quiet: bool, checkpoint: Path | None = None
 ) -> Iterator[RunContext]:
     """Build a run's context and its processes; all are gone when the block ends, whatever ends it."""
+    limit_malloc_arenas()
     folder = RunFolder.open(runs_dir, run_id) if resume else RunFolder.create(config, run_id)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.owned())

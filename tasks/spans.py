@@ -18,7 +18,10 @@ def record_executed(run: RunContext, rollout: ExecutedRollout) -> None:
         return
     parent, harness, times = run.tracing.rollout(rollout.spec.rollout_id), rollout.harness, rollout.times
     begin_s, end_s = harness.started_s, harness.finished_s
-    about: dict[str, str | int | bool] = {"gyre.harness": run.config.rollout.harness.name, "gyre.timed_out": harness.timed_out}
+    about: dict[str, str | int | bool] = {
+        "gyre.harness": run.config.rollout.harness.name,
+        "gyre.timed_out": harness.timed_out,
+    }
     if harness.exit_code is not None:
         about["gyre.exit_code"] = harness.exit_code
     run.tracing.record("prepare", begin_s - times.prepare_s, begin_s, parent=parent)

@@ -46,6 +46,7 @@ class EmulatedRun:
     hours: float  # of the cluster, from the first dispatch to the last commit
     wall_s: float  # of these, on this machine
     step_hours: tuple[float, ...]
+    step_s: tuple[float, ...]  # wall seconds that the flow measured, from dispatch to commit
     serving_share: float  # of cell time: at least one call ran
     training_share: float  # a micro-step or the optimizer ran
     switch_share: float
@@ -122,7 +123,7 @@ def run_config(
         "transfer": {"backend": "local"},
         "proxy": {"journal_sync": "session", "role_tables": [{"harness": "emulated"}]},
         "prefect": {"port": 0},
-        "emulate": emulation.model_dump(),
+        "emulate": emulation.model_dump(mode="json", exclude_none=True),
     }
 
 
@@ -197,6 +198,7 @@ def read_run(folder: Path, config: Mapping[str, Any], watch: "ProcessWatch") -> 
         hours=wall_s * compression / 3600,
         wall_s=wall_s,
         step_hours=tuple((end - start) * compression / 3600 for start, end in itertools.pairwise(ends)),
+        step_s=tuple(float(step.stats["step_s"]) for step in steps),
         serving_share=sum(account["serving_s"] for account in accounts) / cell_s,
         training_share=sum(account["training_s"] for account in accounts) / cell_s,
         switch_share=sum(account["switch_s"] for account in accounts) / cell_s,
@@ -226,6 +228,8 @@ class ProcessWatch:
         self._cpu: dict[int, tuple[str, float]] = {}
         self._memory: dict[str, float] = defaultdict(float)
         self._kinds: dict[int, str] = {}
+        self._known: dict[int, psutil.Process] = {}
+        self.alive = 0  # processes at the last look
         self._lock = threading.Lock()
 
     def sample(self) -> dict[str, float]:
@@ -236,7 +240,9 @@ class ProcessWatch:
             processes += [self._server] if self._server is not None else []
         except psutil.Error:
             return {}
+        self.alive = len(processes)
         for process in processes:
+            self._known.setdefault(process.pid, process)
             try:
                 kind = self._kinds.get(process.pid) or self._kind(process)
                 cpu_s, memory = _cpu_s(process), process.memory_info().rss / 1e6
@@ -248,6 +254,11 @@ class ProcessWatch:
                 self._memory[kind] = max(self._memory[kind], memory)
             now[kind] += memory
         return dict(now)
+
+    def left(self) -> int:
+        """Processes of the run that live still; the Prefect server, which other runs use too, is none of them."""
+        ours = [process for pid, process in self._known.items() if self._kinds.get(pid) != "Prefect server"]
+        return sum(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ours)
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds by kind."""

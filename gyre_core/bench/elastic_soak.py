@@ -1,10 +1,12 @@
 """`gyre bench elastic --soak MINUTES`: one emulated run that goes on for so long, and what grew meanwhile.
 
-Leaves: at equal intervals the resident memory of each kind of process, the bytes of the run's folders and of Prefect's
-database, and the steps so far; and of each the growth an hour and a step, fitted over the second half, when caches are
-full.
+Leaves: at equal intervals the resident memory of each kind of process and their number, the bytes of the run's folders
+and of Prefect's database, and the steps so far; of each the growth an hour and a step, fitted over the second half,
+when caches are full; and how many of its processes outlive the run.
 """
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +25,18 @@ from gyre_core.sim.world import simulate
 _SAMPLES = 60
 _STEP_S = 20.0  # wall seconds of a step, roughly: the clock is compressed for it
 _STEPS = 100_000  # more than the time allows
+_EVENTS_SHARE = 1 / 6  # of the soak: how long Prefect keeps events, so that their number is seen to stop growing
+_VACUUM_S = 20.0
 _FOLDERS = ("store", "journal", "work", "logs", "checkpoints", "emulated", "metrics.jsonl")
+
+
+def server_environment(minutes: float) -> dict[str, str]:
+    """Settings of the soak's Prefect server: events are kept for a part of it, as for days by a team's server."""
+    return {
+        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"PT{max(30, round(minutes * 60 * _EVENTS_SHARE))}S",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS": f"{_VACUUM_S:g}",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_BATCH_SIZE": "5000",
+    }
 
 
 def bench_soak(
@@ -69,6 +82,8 @@ def bench_soak(
         "preset": preset,
         "policy": policy,
         "minutes": minutes,
+        "schedule_hours": round(minutes / 60 * compression, 1),
+        "processes_left": watch.left(),
         "compression": round(compression, 1),
         "growth_per_hour": growth(samples),
         "growth_per_step": growth(samples, against="steps", unit=1.0),
@@ -96,7 +111,8 @@ def growth(samples: Sequence[Mapping[str, float]], *, against: str = "at_s", uni
 def soak_lines(result: Mapping[str, Any]) -> list[str]:
     """The result for people."""
     lines = [
-        f"{result['preset']}, {result['policy']}, {result['minutes']:g} minutes, clock x {result['compression']:g}"
+        f"{result['preset']}, {result['policy']}, {result['minutes']:g} minutes, clock x {result['compression']:g}: "
+        f"{result['schedule_hours']:g} hours of schedule; {result['processes_left']} processes left behind"
     ]
     lines.append(f"{'':28s} {'last':>12s} {'growth an hour':>16s} {'a step':>10s}")
     for name, slope in result["growth_per_hour"].items():
@@ -108,6 +124,7 @@ def soak_lines(result: Mapping[str, Any]) -> list[str]:
 def _sample(runs: Path, watch: ProcessWatch) -> dict[str, float]:
     run = runs / "soak"
     values = {f"{kind} MB": round(size, 1) for kind, size in sorted(watch.sample().items())}
+    values["processes"] = float(watch.alive)
     for name in _FOLDERS:
         values[f"{name} MB"] = round(_size(run / name) / 1e6, 3)
     values["prefect database MB"] = round(_size(runs / "prefect") / 1e6, 3)
@@ -121,9 +138,8 @@ def _size(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
     total = 0
-    for entry in path.rglob("*"):
-        try:
-            total += entry.lstat().st_size
-        except OSError:  # gone meanwhile
-            continue
+    for folder, _, names in os.walk(path):  # folders and files go while it looks
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
     return total

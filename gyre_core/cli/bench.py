@@ -4,6 +4,7 @@ Standard output gets a table, or with --json one JSON object; progress goes to s
 """
 
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -163,20 +164,31 @@ def bench_elastic_command(
     seed: Annotated[int, typer.Option(help="of the rollouts")] = 0,
     folder: Annotated[Path | None, typer.Option(help="keep the runs here; default: a temporary folder")] = None,
     soak: Annotated[float | None, typer.Option(help="minutes: one run, with memory and file growth instead")] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="a stored run once more, beside what it measured and the simulator says")
+    ] = None,
+    runs_dir: RunsDirOption = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
     """Emulated cells under the real control plane: every policy on the same work, beside the lower bound."""
     from gyre_core.bench.elastic import bench_elastic, default_cases, effort_of, elastic_lines
-    from gyre_core.bench.elastic_soak import bench_soak, soak_lines
+    from gyre_core.bench.elastic_soak import bench_soak, server_environment, soak_lines
+    from gyre_core.bench.elastic_trace import bench_trace, trace_lines
 
     effort = effort_of(quick=quick, groups=groups, steps=steps, control_share=control_share, policies=policy)
     names = preset or default_cases()
     with contextlib.ExitStack() as stack:
         root = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gyre-elastic-")))
+        if soak is not None:
+            os.environ.update(server_environment(soak))
         stack.enter_context(_prefect_server(root / "runs"))
         if soak is not None:
             grown = bench_soak(names[0], effort, minutes=soak, seed=seed, folder=root, report=_report)
             print_text(grown, "\n".join(soak_lines(grown)), as_json)
+            return
+        if trace is not None:
+            again = bench_trace(runs_dir, trace, policies=policy or (), folder=root, report=_report)
+            print_text(again, "\n".join(trace_lines(again)), as_json)
             return
         result = bench_elastic(names, effort, seed=seed, folder=root, report=_report)
     print_text(result, "\n".join(elastic_lines(result)), as_json)

@@ -81,6 +81,7 @@ class Workload(_Section):
     failing_share: Annotated[float, Field(ge=0, le=1)] = 0.0  # end early for reasons outside and are excluded
     signal_share: Annotated[float, Field(ge=0, le=1)] = 1.0  # of groups whose rewards differ
     grade_s: Cost = 60.0  # of the verifier
+    plans: Annotated[Path, Field(strict=False)] | None = None  # JSON file: what each rollout does, instead of chance
 
 
 class EmulationConfig(_Section):

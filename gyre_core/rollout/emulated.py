@@ -85,12 +85,14 @@ class EmulatedEnvironment:
         )
 
     async def _verify(self, plan: RolloutPlan, folder: Path) -> None:
-        await self._sleep(self._config.workload.grade_s)
+        await self._sleep(self._config.workload.grade_s if plan.grade_s is None else plan.grade_s)
         (folder / "reward.txt").write_text(f"{plan.reward:g}\n")
 
     async def _work(self, plan: RolloutPlan, env: dict[str, str]) -> None:
         url, key = f"{env[BASE_URL]}/v1/chat/completions", env[API_KEY]
-        messages: list[Json] = [{"role": "user", "content": _text(self._config.workload.prompt_tokens)}]
+        prompt_tokens = plan.prompt_tokens or self._config.workload.prompt_tokens
+        messages: list[Json] = [{"role": "user", "content": _text(prompt_tokens)}]
+        await self._sleep(plan.start_s)
         for tokens, tool_tokens, tool_s in zip(plan.call_tokens, plan.tool_tokens, plan.tools_s, strict=True):
             body = {"model": "policy", "messages": messages, "max_tokens": tokens}
             reply = await _call(url, key, orjson.dumps(body))

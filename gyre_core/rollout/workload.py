@@ -2,9 +2,14 @@
 
 Enters: the workload and a rollout's id (`<group>-<member>`). Leaves: tokens of each call, tokens and seconds of each
 tool, the reward. Rollouts of one group share a factor of their length. The distributions are those of the simulator.
+Or: a file of plans, those of a stored run (gyre_core/bench/elastic_trace.py).
 """
 
-from dataclasses import dataclass
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +31,9 @@ class RolloutPlan:
     tools_s: tuple[float, ...]  # how long it takes
     reward: float
     failed: bool = False  # ends early for reasons outside; nobody grades it
+    start_s: float = 0.0  # before the first call
+    prompt_tokens: int | None = None  # of the first call; None: the workload's
+    grade_s: float | None = None  # of the verifier; None: the workload's
 
     @property
     def sampled_tokens(self) -> int:
@@ -33,7 +41,12 @@ class RolloutPlan:
 
 
 def plan_rollout(workload: Workload, rollout_id: str) -> RolloutPlan:
-    """The rollout's work. Raises ValueError for an id without a member number."""
+    """The rollout's work. Raises ValueError for an id without a member number, or one that no plan is there for."""
+    if workload.plans is not None:
+        plans = read_plans(workload.plans)
+        if rollout_id not in plans:
+            raise ValueError(f"{workload.plans} has no plan of rollout {rollout_id}: its seed or problems are others")
+        return plans[rollout_id]
     group_id, found, number = rollout_id.rpartition("-")
     if not found or not number.isdigit():
         raise ValueError(f"rollout id {rollout_id!r} does not end with a member's number")
@@ -58,6 +71,19 @@ def plan_rollout(workload: Workload, rollout_id: str) -> RolloutPlan:
         reward=float(int(number) % 2) if signal else 1.0,
         failed=failed,
     )
+
+
+@functools.lru_cache(maxsize=4)
+def read_plans(path: Path) -> dict[str, RolloutPlan]:
+    """The plans of a file that `write_plans` wrote, by rollout."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    lists = ("call_tokens", "tool_tokens", "tools_s")
+    return {name: RolloutPlan(**(row | {key: tuple(row[key]) for key in lists})) for name, row in rows.items()}
+
+
+def write_plans(path: Path, plans: Mapping[str, RolloutPlan]) -> None:
+    """For `emulate.workload.plans`."""
+    path.write_text(json.dumps({name: asdict(plan) for name, plan in plans.items()}), encoding="utf-8")
 
 
 def _whole(values: np.ndarray) -> list[int]:

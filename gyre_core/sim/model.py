@@ -100,6 +100,7 @@ class Cluster:
     nodes_per_cell: float = 1.0
     slots: int = 64  # rollouts a cell serves at once
     train_cells: int = 1  # fixed splits: the first so many only train
+    one_machine: bool = False  # the cells' engines share one machine: a call slows down all others, of every cell
 
     def __post_init__(self) -> None:
         if self.cells < 1 or self.slots < 1 or not 0 < self.train_cells <= self.cells:

@@ -4,7 +4,10 @@ Enters: a run's store, read only. Leaves: a Trace: batches with the measured wor
 whose speed is fitted to the measured times, the run's own cells and staleness, and the measured duration of each step.
 
 A call took c + tokens * (alpha + beta * calls at the same time); alpha and beta are fitted by least squares over all
-calls of the run, and c counts as tool time, which no policy changes. Between calls a rollout is in its tools.
+calls of the run, and c counts as tool time, which no policy changes. What a call took beyond or below that (prompts, a
+busy machine) counts as more or fewer tokens: beside as many calls as then it takes as long as it did. Calls of cells
+with hosts of their own slow down those of their cell, calls of cells that one machine runs slow down all. Between calls
+a rollout is in its tools.
 
 What a run itself takes is measured too, and counts for every policy alike: the time from a free slot to the rollout
 that takes it (`start_delays`), from a batch's last rollout to its last complete group, and from there, training apart,
@@ -59,7 +62,12 @@ class TracedRollout:
     calls: tuple[Call, ...]
     verifier_s: float = 0.0
     selected_tokens: float = 0.0  # of its trained branches
-    excluded: bool = False
+    reward: float | None = None
+
+    @property
+    def excluded(self) -> bool:
+        """Nobody graded it: it trains nothing."""
+        return self.reward is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +150,7 @@ def read_rollouts(store: Store) -> list[TracedRollout]:
                     calls=tuple(sorted(calls.get(row["rollout_id"], ()), key=lambda call: call.start_s)),
                     verifier_s=grade["verifier_s"] or 0.0,
                     selected_tokens=selected.get(row["rollout_id"], 0.0),
-                    excluded=grade["reward"] is None,
+                    reward=grade["reward"],
                 )
             )
     return [rollout for rollout in found if rollout.step >= 0]
@@ -154,7 +162,8 @@ _TABLES = ("rollouts", "calls", "grades", "selections")
 def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], rollouts: Sequence[TracedRollout]) -> Trace:
     """The world of a run's records. StoreError when a step's rollouts are missing."""
     cells = config.scheduler.cells
-    constant_s, alpha_s, beta_s = fit_engine([call for one in rollouts for call in one.calls], cells=cells)
+    one_machine = cells > 1 and not config.scheduler.hosts
+    engine = EngineFit.of([call for one in rollouts for call in one.calls], cells=1 if one_machine else cells)
     by_step: dict[int, dict[str, list[TracedRollout]]] = {}
     for rollout in rollouts:
         by_step.setdefault(rollout.step, {}).setdefault(rollout.group_id, []).append(rollout)
@@ -166,7 +175,7 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
         if not by_step.get(record.step):
             raise StoreError(f"step {record.step} of run {run} has no stored rollouts")
         groups = list(by_step[record.step].values())
-        batches.append([_group(members, constant_s, earlier, delays) for members in groups])
+        batches.append([_group(members, engine, earlier, delays) for members in groups])
         earlier.add(groups)
     stats = [dict(record.stats) for record in records]
     tokens = sum(group.train_tokens for batch in batches for group in batch)
@@ -192,8 +201,8 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
     ]
     costs = Costs(
         nodes_per_engine=1.0,
-        alpha_s=alpha_s,
-        beta_s=beta_s,
+        alpha_s=engine.alpha_s,
+        beta_s=engine.beta_s,
         prefill_tokens_per_s=1e5,
         train_tokens_per_node_s=max(1.0, tokens / max(trained_s, LEAST_S)),
         micro_steps=max(1, round(micro_steps / graded)),
@@ -217,6 +226,7 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
         cells=cells,
         slots=config.slots_per_cell,
         train_cells=min(config.scheduler.train_cells, cells),
+        one_machine=one_machine,
     )
     scenario = Scenario(
         workload=workload, costs=costs, cluster=cluster, steps=len(batches), phi=config.scheduler.staleness
@@ -282,6 +292,34 @@ def _at_once(calls: Sequence[Call]) -> np.ndarray:
     return np.array([(area[place[c.end_s]] - area[place[c.start_s]]) / (c.end_s - c.start_s) for c in calls])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFit:
+    """How fast a run's engines were, and what each of its calls was for them.
+
+    Example: fit = EngineFit.of(calls, cells=1); tokens, constant_s = fit.work(calls[0])
+    """
+
+    constant_s: float
+    alpha_s: float
+    beta_s: float
+    at_once: dict[Call, float]  # calls of its cell while each ran, itself included
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], *, cells: int) -> "EngineFit":
+        """`cells`: how many engines share the calls evenly."""
+        constant_s, alpha_s, beta_s = fit_engine(calls, cells=cells)
+        timed = [call for call in calls if call.end_s > call.start_s]
+        beside = dict(zip(timed, (_at_once(timed) / cells).tolist(), strict=True)) if timed else {}
+        return cls(constant_s=constant_s, alpha_s=alpha_s, beta_s=beta_s, at_once=beside)
+
+    def work(self, call: Call) -> tuple[float, float]:
+        """Tokens that take as long as the call did beside as many others, and seconds beside them."""
+        seconds = max(0.0, call.end_s - call.start_s)
+        if call not in self.at_once or seconds <= self.constant_s:
+            return 0.0, seconds
+        return (seconds - self.constant_s) / (self.alpha_s + self.beta_s * self.at_once[call]), self.constant_s
+
+
 class _Earlier:
     """What a problem's rollouts took in earlier steps: the prediction for the next one."""
 
@@ -302,22 +340,23 @@ class _Earlier:
 
 
 def _group(
-    members: Sequence[TracedRollout], constant_s: float, earlier: _Earlier, delays: Mapping[str, float]
+    members: Sequence[TracedRollout], engine: EngineFit, earlier: _Earlier, delays: Mapping[str, float]
 ) -> GroupDraw:
     return GroupDraw(
-        rollouts=[_rollout(one, constant_s, delays[one.rollout_id]) for one in members],
+        rollouts=[_rollout(one, engine, delays[one.rollout_id]) for one in members],
         train_tokens=sum(one.selected_tokens for one in members),
         predicted=earlier.predicted(members[0].problem_id),
     )
 
 
-def _rollout(one: TracedRollout, constant_s: float, delay_s: float) -> RolloutDraw:
+def _rollout(one: TracedRollout, engine: EngineFit, delay_s: float) -> RolloutDraw:
     """Its calls and the gaps between them; what runs before the first call is a segment without tokens."""
     first_s = one.calls[0].start_s if one.calls else one.end_s
     tokens, tools_s, contexts = [0.0], [delay_s + max(0.0, first_s - one.start_s)], [0.0]
     for index, call in enumerate(one.calls):
         next_s = one.calls[index + 1].start_s if index + 1 < len(one.calls) else one.end_s
-        tokens.append(float(call.output_tokens))
+        work, constant_s = engine.work(call)
+        tokens.append(work)
         tools_s.append(max(0.0, next_s - call.end_s) + constant_s)
         contexts.append(float(call.prompt_tokens))
     return RolloutDraw(tokens=tokens, tools_s=tools_s, contexts=contexts, failed=one.excluded)

@@ -69,7 +69,10 @@ class World:
         self.costs, cluster = scenario.costs, scenario.cluster
         self.source = source or source_of(scenario.workload, seed=seed, share_prefixes=self.costs.share_prefixes)
         self.rng = np.random.default_rng([seed, 10**9])  # of failures alone
-        self.cells = [Cell(i, cluster.slots, Server(self.costs, cluster.nodes_per_cell)) for i in range(cluster.cells)]
+        servers = [
+            Server(self.costs, cluster.nodes_per_cell) for _ in range(1 if cluster.one_machine else cluster.cells)
+        ]
+        self.cells = [Cell(i, cluster.slots, servers[i % len(servers)]) for i in range(cluster.cells)]
         self.train_rate = self.costs.train_tokens_per_node_s * cluster.nodes_per_cell
         self.admission = admission_of(policy)
         self.accounts = Accounts(cells=cluster.cells, record=record)

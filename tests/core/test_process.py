@@ -1,6 +1,7 @@
 """Child processes: they end with their parent, and their failures tell what the log says."""
 
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -109,3 +110,31 @@ def test_secret_file_is_ours_alone_and_gone_afterwards(tmp_path: Path) -> None:
         assert path.read_text() == "secret" and path.stat().st_mode & 0o777 == 0o600
         raise RuntimeError
     assert not path.exists()
+
+
+_ARENAS = """
+import sys, threading, time
+from gyre_core.process import limit_malloc_arenas
+if sys.argv[1] == "limited":
+    assert limit_malloc_arenas(2)
+def work():
+    kept = [bytearray(300) for _ in range(5000)]
+    time.sleep(0.3)
+threads = [threading.Thread(target=work) for _ in range(40)]
+for thread in threads:
+    thread.start()
+heaps = 0
+for line in open("/proc/self/maps"):
+    fields = line.split()
+    heaps += len(fields) < 6 and int(fields[0].partition("-")[0], 16) % (64 << 20) == 0  # glibc aligns its heaps so
+print(heaps)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
+def test_threads_share_the_heaps_that_are_allowed():
+    found = {
+        mode: int(subprocess.run([sys.executable, "-c", _ARENAS, mode], capture_output=True, text=True).stdout)
+        for mode in ("limited", "default")
+    }
+    assert found["limited"] <= 2 < found["default"], found
