@@ -83,7 +83,6 @@ def cell_settings(
     hosts = config.scheduler.hosts or (LOCALHOST,) * config.scheduler.cells
     channel: Literal["local", "mooncake"] = "mooncake" if config.scheduler.hosts else "local"
     members = MembersSettings(host=hosts[0], port=free_port(), secret=new_secret(), channel=channel)
-    alone = config.train.tensor_parallel * config.train.data_parallel > 1  # such a trainer shares no steps
     return [
         CellSettings(
             cell_id=f"cell-{index}",
@@ -103,7 +102,7 @@ def cell_settings(
             tracing=tracing_settings(config, folder),
             policy_version=policy_version if index == 0 else 0,
             checkpoint=checkpoint if index == 0 else None,
-            members=members if index == 0 and not alone else None,
+            members=members if index == 0 else None,
             core_url=f"http://{members.host}:{members.port}" if index else None,
             core_secret=members.secret if index else "",
             core_channel=channel,

@@ -6,10 +6,14 @@ simulator says. Each rollout of the emulated run does what that rollout did: the
 pauses between them, the same reward; micro-steps, optimizer, publication and role changes take what they took on
 average. Other policies on the same trace have no real run beside them.
 
+Starting a rollout took what it took too: on a machine that harnesses, engines and trainers keep busy that is more than
+the control plane alone needs, which a first emulated run of two steps measures; the difference is waited for.
+
 Engines are emulated cell by cell: where cells shared one machine, calls of other cells count as if evenly spread.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,13 @@ from gyre_core.config.emulation import EmulationConfig, EngineCosts, SwitchCosts
 from gyre_core.errors import ConfigError
 from gyre_core.rollout.workload import TURN_TOKENS, RolloutPlan, write_plans
 from gyre_core.run_folder import RunFolder
-from gyre_core.sim.trace import EngineFit, Trace, TracedRollout, build_trace, read_rollouts
+from gyre_core.sim.trace import EngineFit, Trace, TracedRollout, build_trace, read_rollouts, start_delays
 from gyre_core.sim.world import simulate
-from gyre_core.store import StepRecord
+from gyre_core.store import StepRecord, Store
 from gyre_core.store.run_store import open_run_store
 
 _TEMPLATE_TOKENS = TURN_TOKENS + 1  # around two messages, as the emulated tokenizer counts them
+_START_STEPS = 2  # of the run that measures what the control plane itself takes to start a rollout
 _FIXED = ("async_off1", "async_stream")
 
 
@@ -57,8 +62,17 @@ def bench_trace(
     save_emulated_model(folder / "model")
     engine = EngineFit.of([call for one in rollouts for call in one.calls], cells=trace.scenario.cluster.cells)
     plans = {one.rollout_id: plan_of(one, engine) for one in rollouts}
-    write_plans(folder / "plans.json", plans)
     emulation = emulation_of(trace, records, rollouts, engine, folder / "plans.json")
+    write_plans(folder / "plans.json", plans)
+    first = config_of(folder, config, trace, emulation, plans, trace.policy)
+    first["name"] = "trace-start"
+    first["train"]["steps"] = min(_START_STEPS, len(records))
+    run_training(folder, first, timeout_s=timeout_s)
+    own_s = _mean(list(delays_of(folder / "runs" / "trace-start", config.rollout.slots).values()))
+    delays = delays_of(run_folder.path, config.rollout.slots, rollouts)
+    plans = {name: replace(plan, start_s=plan.start_s + max(0.0, delays[name] - own_s)) for name, plan in plans.items()}
+    write_plans(folder / "plans.json", plans)
+    report(f"a rollout's start took {_mean(list(delays.values())):.2f} s, the control plane alone needs {own_s:.2f} s")
     rows = {}
     for policy in chosen:
         tree = config_of(folder, config, trace, emulation, plans, policy)
@@ -84,6 +98,16 @@ def row(trace: Trace, policy: str, emulated: EmulatedRun, simulated: float) -> d
         "moves_per_step": round(emulated.moves / emulated.steps, 2),
         "wall_s": round(emulated.wall_s, 1),
     }
+
+
+def delays_of(run_folder: Path, slots: int, rollouts: Sequence[TracedRollout] | None = None) -> dict[str, float]:
+    """By rollout, how long its slot had been free when it started."""
+    if rollouts is None:
+        rollouts = read_rollouts(Store.open(f"{run_folder}/store", read_only=True))
+    steps: dict[int, list[TracedRollout]] = {}
+    for one in rollouts:
+        steps.setdefault(one.step, []).append(one)
+    return {name: delay for step in steps.values() for name, delay in start_delays(step, slots=slots).items()}
 
 
 def plan_of(one: TracedRollout, engine: EngineFit) -> RolloutPlan:

@@ -52,7 +52,7 @@ class MemberHub:
         self._settings = settings
         self.board = MemberBoard()
         self._rates = Rates()
-        self._snapshot = open_buffer(settings.channel, flat_bytes(replica.weights()), settings.host)
+        self._snapshot = open_buffer(settings.channel, flat_bytes(replica.weight_shapes()), settings.host)
         self._reader = reader or open_reader(settings.channel, settings.host)
         self.core = CoreMember(replica, self._reader)
         self._listener = listen(settings.host, settings.port)

@@ -85,7 +85,7 @@ class SatelliteMember:
     ) -> None:
         """Raises TransferError or SetupError when there is no memory, or no way, to hand gradients in."""
         self.name = name
-        size_bytes = flat_bytes(replica.gradients())
+        size_bytes = flat_bytes(replica.gradient_shapes())
         self._buffer = open_buffer(channel, size_bytes, host)
         self._reader = open_reader(channel, host)
         self._client = QueueClient(core_url, secret, wait_s=wait_s, answer_s=answer_s)

@@ -62,3 +62,15 @@ class TracedReplica:
     def weights(self) -> list[Tensor]:
         """As the replica's."""
         return self._replica.weights()
+
+    def load_weights(self, values: Sequence[Tensor]) -> None:
+        """As the replica's."""
+        self._replica.load_weights(values)
+
+    def gradient_shapes(self) -> list[Tensor]:
+        """As the replica's."""
+        return self._replica.gradient_shapes()
+
+    def weight_shapes(self) -> list[Tensor]:
+        """As the replica's."""
+        return self._replica.weight_shapes()

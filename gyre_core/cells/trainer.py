@@ -18,18 +18,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from gyre_core.cells.members import HubSettings, MemberHub
 from gyre_core.cells.satellite import SatelliteMember
 from gyre_core.cells.settings import CellSettings
 from gyre_core.cells.steps import LocalSteps, StepDesk
 from gyre_core.cells.traced import TracedReplica
-from gyre_core.errors import ConfigError, GyreError
+from gyre_core.errors import GyreError
 from gyre_core.tracing.spans import Tracing
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.megatron.replica import MegatronReplica, ParallelReplica
-from gyre_core.train.members import Replica
 from gyre_core.train.packing import PackedMicroStep, pack_for_training
 from gyre_core.train.parallel import ParallelTrainer, open_trainer
 from gyre_core.train.queue_records import QueueRules
@@ -61,7 +58,7 @@ class CellTrainer(ABC):
         self._lock = asyncio.Lock()
         self._pause = threading.Event()
         self._job: asyncio.Future[None] | None = None
-        self._aside: tuple[list[Tensor], int] | None = None  # gradient and micro-steps before `sum_begin`
+        self._replica: MegatronReplica | ParallelReplica | None = None
 
     @property
     @abstractmethod
@@ -198,7 +195,6 @@ class CellTrainer(ABC):
 
         def work() -> None:
             self._require_no_step()
-            self._aside = None
             self._built_trainer().reset_gradients()
 
         await self.between(work)
@@ -209,12 +205,7 @@ class CellTrainer(ABC):
 
         def work() -> None:
             self._require_no_step()
-            if self._aside is not None:
-                raise ValueError("a sum was begun already: end it first")
-            trainer = self._single_trainer()
-            count = trainer.accumulated_micro_steps
-            self._aside = [buffer.clone() for buffer in trainer.gradient_buffers()], count
-            trainer.reset_gradients()
+            self._built_trainer().put_gradients_aside()
 
         await self.between(work)
 
@@ -223,10 +214,7 @@ class CellTrainer(ABC):
         self._require_training()
 
         def work() -> None:
-            aside, self._aside = self._aside, None
-            if aside is None:
-                raise ValueError("no sum was begun")
-            self._single_trainer().add_gradients(*aside)  # a + b has the bits of b + a
+            self._built_trainer().take_gradients_back()
 
         await self.between(work)
 
@@ -348,40 +336,34 @@ class CellTrainer(ABC):
 
     def _build_trainer(self) -> None:
         settings = self.settings
-        several = settings.train.tensor_parallel * settings.train.data_parallel != 1
-        if settings.kind != "alone" and several:
-            raise ConfigError("several cells need train.tensor_parallel = 1 and train.data_parallel = 1")
         trainer = self._trainer = self._open_trainer()
         if settings.checkpoint is not None:
             trainer.load_checkpoint(settings.checkpoint)
-        if isinstance(trainer, ParallelTrainer):
-            source = LocalSteps(self._traced(ParallelReplica(trainer)), trainer.weights_digest, settings.cell_id)
-        elif settings.core_url is not None:
+        replica = self._replica = _replica_of(trainer)
+        member = TracedReplica(replica, self.tracing, settings.cell_id) if self.tracing.enabled else replica
+        if settings.core_url is not None:
             self.member = SatelliteMember(
                 settings.cell_id,
                 settings.core_url,
                 settings.core_secret,
-                self._traced(MegatronReplica(trainer)),
+                member,
                 channel=settings.core_channel,
                 host=settings.host,
                 wait_s=_SATELLITE_WAIT_S,
                 answer_s=_SATELLITE_ANSWER_S,
             )
             return
-        elif settings.members is not None:
+        if settings.members is not None:
             hub_settings = HubSettings(
                 **settings.members.model_dump(), work_dir=settings.work_dir / "members", owner=settings.cell_id
             )
-            source = self._hub = MemberHub(self._traced(MegatronReplica(trainer)), hub_settings)
+            source = self._hub = MemberHub(member, hub_settings)
             self._hub.start()
         else:
-            source = LocalSteps(self._traced(MegatronReplica(trainer)), trainer.weights_digest, settings.cell_id)
+            source = LocalSteps(member, trainer.weights_digest, settings.cell_id)
         source.publish_weights(self._version)
         self._source = source
         self.desk = StepDesk(source, trainer, QueueRules.of(settings.train), self._set_version)
-
-    def _traced(self, replica: Replica) -> Replica:
-        return TracedReplica(replica, self.tracing, self.settings.cell_id) if self.tracing.enabled else replica
 
     def _open_trainer(self) -> MegatronTrainer | ParallelTrainer:
         return open_trainer(self.settings.model_path, self.settings.train, seed=self.settings.seed)
@@ -396,6 +378,8 @@ class CellTrainer(ABC):
             await asyncio.to_thread(self.member.close)
         if self._trainer is not None:
             await self._on_trainer_thread(self._trainer.close)
+        if isinstance(self._replica, ParallelReplica):
+            self._replica.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.tracing.close)
 
@@ -418,12 +402,6 @@ class CellTrainer(ABC):
             raise ValueError(f"{self.settings.cell_id} is a satellite or not ready: steps are opened on the core")
         return self.desk
 
-    def _single_trainer(self) -> MegatronTrainer:
-        trainer = self._built_trainer()
-        if isinstance(trainer, ParallelTrainer):
-            raise ValueError("a trainer of several processes was never a satellite: there is no sum to put aside")
-        return trainer
-
     def _built_trainer(self) -> MegatronTrainer | ParallelTrainer:
         if self._trainer is None:
             raise GyreError(f"{self.settings.cell_id} has no trainer yet")
@@ -441,3 +419,7 @@ class CellTrainer(ABC):
         self._require_no_step()
         if policy_version != self.policy_version + 1:
             raise ValueError(f"the next policy version is {self.policy_version + 1}, not {policy_version}")
+
+
+def _replica_of(trainer: MegatronTrainer | ParallelTrainer) -> MegatronReplica | ParallelReplica:
+    return ParallelReplica(trainer) if isinstance(trainer, ParallelTrainer) else MegatronReplica(trainer)

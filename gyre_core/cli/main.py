@@ -26,6 +26,7 @@ from gyre_core.cli.options import (
 )
 from gyre_core.cli.store import store_app
 from gyre_core.errors import GyreError
+from gyre_core.process import end_with_parent
 
 app = typer.Typer(
     name="gyre",
@@ -233,6 +234,7 @@ def convert_problems_command(
 
 def main() -> None:
     """Entry point of the `gyre` script."""
+    end_with_parent()  # one that a benchmark started
     try:
         app()
     except (GyreError, ValueError) as error:

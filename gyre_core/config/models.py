@@ -260,6 +260,7 @@ class EngineConfig(Section):
     boot_timeout_s: Seconds = 300.0  # until the engine answers
     call_timeout_s: Seconds = 600.0  # of one model call
     threads: Annotated[int, Field(ge=1)] = 1  # OMP threads
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # devices of its machine that share one copy of the weights
     # Keys and values that the engines of a run share, so that a call that moves to another engine computes little anew.
     kv_store: Literal["none", "mooncake"] = "none"
     kv_store_bytes: Annotated[int, Field(ge=16 * 2**20)] = 2**30  # host memory that each engine lends to the store
@@ -380,11 +381,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"scheduler.cells ({self.scheduler.cells}) exceeds rollout.slots ({rollout.slots}): each cell needs a "
                 "slot of its own to serve a rollout; lower the one or raise the other"
-            )
-        if self.scheduler.cells > 1 and self.train.tensor_parallel * self.train.data_parallel > 1:
-            raise ValueError(
-                "several cells (scheduler.cells) train on one step only with train.tensor_parallel = 1 and "
-                "train.data_parallel = 1 so far: set one of them to 1"
             )
         if self.proxy.processes > rollout.slots:
             raise ValueError(

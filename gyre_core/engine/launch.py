@@ -5,6 +5,7 @@ GPU flags are written from SGLang's documentation and untested here.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -136,6 +137,16 @@ def read_vocab_size(model_path: Path) -> int:
     return size
 
 
+def read_kv_heads(model_path: Path) -> int:
+    """Key-value heads of a model, from its config.json; raises EngineError when that is not readable."""
+    path = model_path / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"{path} does not tell its attention heads ({error!r}): correct model.path") from error
+
+
 def launch_command(
     install: EngineInstall,
     config: EngineConfig,
@@ -171,6 +182,8 @@ def launch_command(
         command += ["--disable-cuda-graph", "--mem-fraction-static", "0.5"]
     else:
         command += ["--device", "cuda", "--enable-memory-saver"]  # the KV pool's memory is the trainer's meanwhile
+    if config.tensor_parallel > 1:
+        command += ["--tp-size", str(config.tensor_parallel)]
     if memory_port is not None:
         command += ["--remote-instance-weight-loader-start-seed-via-transfer-engine"]
         command += ["--engine-info-bootstrap-port", str(memory_port)]
@@ -230,4 +243,14 @@ def launch_environment(install: EngineInstall, config: EngineConfig, *, api_key:
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
+        if config.tensor_parallel > 1:
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(config.tensor_parallel)
     return environment
+
+
+def cores_of_ranks(count: int) -> str:
+    """Which of this process' cores each rank takes, as SGLang reads it; ranks share cores where there are too few."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    size = max(1, len(cores) // count)
+    shares = [[cores[(rank * size + index) % len(cores)] for index in range(size)] for rank in range(count)]
+    return "|".join(",".join(map(str, share)) for share in shares)

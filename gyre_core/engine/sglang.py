@@ -25,11 +25,13 @@ from gyre_core.engine.launch import (
     inspect_python,
     launch_command,
     launch_environment,
+    read_kv_heads,
     read_vocab_size,
 )
 from gyre_core.engine.sglang_client import SGLangClient
 from gyre_core.errors import EngineError
 from gyre_core.process import ChildProcess, free_port, new_secret
+from gyre_core.transfer.layout import WHOLE, EngineRanks
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +113,12 @@ class SGLangServer:
         install = inspect_python(find_engine_python(self.config))
         check_install(install)
         return install
+
+    @property
+    def ranks(self) -> EngineRanks:
+        """How its weights are split."""
+        count = self.config.tensor_parallel
+        return EngineRanks(count=count, kv_heads=read_kv_heads(self.model_path)) if count > 1 else WHOLE
 
     @property
     def dtype(self) -> str:

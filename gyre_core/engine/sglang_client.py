@@ -182,17 +182,13 @@ class SGLangClient:
         if data.get("success") is not True:
             raise EngineError(f"engine {self.url} did not take version {version}: {data.get('message', data)}")
 
-    async def checksums(self) -> dict[str, str]:
-        """Hash of every parameter by the engine's own name, 16 hex digits. An engine of several ranks is refused."""
+    async def checksums(self) -> list[dict[str, str]]:
+        """For each rank the hash of every parameter by the engine's own name, 16 hex digits."""
         data = await self._post("/weights_checker", {"action": "checksum"}, timeout_s=WEIGHTS_TIMEOUT_S)
         ranks = data.get("ranks")
         if data.get("success") is not True or not isinstance(ranks, list) or not ranks:
             raise EngineError(f"engine {self.url} gave no checksums: {data.get('message', data)}")
-        if len(ranks) != 1:
-            raise EngineError(
-                f"engine {self.url} has {len(ranks)} ranks; checksums of a sharded engine are not compared"
-            )
-        return {str(name): str(value) for name, value in ranks[0]["checksums"].items()}
+        return [{str(name): str(value) for name, value in rank["checksums"].items()} for rank in ranks]
 
     async def model_info(self) -> Json:
         """The engine's description of itself: model_path, weight_version, ..."""
@@ -206,12 +202,12 @@ class SGLangClient:
         except ValueError as error:
             raise EngineError(f"engine {self.url} has weight version {value!r}, which Gyre did not give it") from error
 
-    async def weight_memory(self) -> tuple[str, dict[str, tuple[int, int, int]]]:
-        """Where one-sided writes go: Mooncake session and name -> (address, elements, bytes an element).
+    async def weight_memory(self, rank: int = 0) -> tuple[str, dict[str, tuple[int, int, int]]]:
+        """Where one-sided writes to a rank go: Mooncake session and name -> (address, elements, bytes an element).
 
         EngineError when the server was started without remote weights (or without Mooncake).
         """
-        reply = await self._request("GET", "/remote_instance_transfer_engine_info", params={"rank": 0})
+        reply = await self._request("GET", "/remote_instance_transfer_engine_info", params={"rank": rank})
         data = self._read(reply, "/remote_instance_transfer_engine_info")
         try:
             session, memory = data["remote_instance_transfer_engine_info"]

@@ -99,7 +99,9 @@ def compare(
         "fit_seeds": list(FIT_SEEDS),
         "fitted": [name for name, source in preset.sources.items() if source.startswith("fitted")],
         "hours": _rounded(means),
+        "hours_plus_minus": {name: _spread([one.hours for one in found]) for name, found in results.items()},
         **_ratios(means),
+        "ratios_by_seed": _ratios_by_seed(results),
         **_against_published(preset, means, scenario.steps),
         "splits": splits,
         "fraction_of_bound": {
@@ -113,6 +115,18 @@ def compare(
 
 def _mean_hours(results: Sequence[Result]) -> float:
     return statistics.fmean(one.hours for one in results)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Standard deviation over seeds; 0 for one."""
+    return round(statistics.stdev(values), 3) if len(values) > 1 else 0.0
+
+
+def _ratios_by_seed(results: dict[str, list[Result]]) -> dict[str, list[float]]:
+    """Each ratio on each seed: policies are compared on the same batches."""
+    seeds = range(len(next(iter(results.values()))))
+    rows = [_ratios({name: found[index].hours for name, found in results.items()}) for index in seeds]
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _ratios(hours: dict[str, float]) -> dict[str, float]:

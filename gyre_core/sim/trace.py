@@ -165,7 +165,7 @@ def build_trace(run: str, config: RunConfig, records: Sequence[StepRecord], roll
     one_machine = cells > 1 and not config.scheduler.hosts
     engine = EngineFit.of([call for one in rollouts for call in one.calls], cells=1 if one_machine else cells)
     by_step: dict[int, dict[str, list[TracedRollout]]] = {}
-    for rollout in rollouts:
+    for rollout in sorted(rollouts, key=lambda one: one.start_s):  # in the order in which they were admitted
         by_step.setdefault(rollout.step, {}).setdefault(rollout.group_id, []).append(rollout)
     batches, earlier = [], _Earlier()
     delays: dict[str, float] = {}

@@ -62,7 +62,19 @@ class Replica(Protocol):
         ...
 
     def weights(self) -> list[Tensor]:
-        """All parameters in a fixed order; writing to them changes the model."""
+        """All parameters in a fixed order."""
+        ...
+
+    def load_weights(self, values: Sequence[Tensor]) -> None:
+        """Take these for the parameters, in that order."""
+        ...
+
+    def gradient_shapes(self) -> list[Tensor]:
+        """Tensors shaped and typed as `gradients`, with any content or none."""
+        ...
+
+    def weight_shapes(self) -> list[Tensor]:
+        """The same of `weights`."""
         ...
 
 
@@ -121,7 +133,7 @@ class CoreMember:
         return False
 
     def _take(self, queue: StepQueue, session: str, offer: BufferOffer) -> None:
-        buffers = self._replica.gradients()
+        buffers = self._replica.gradient_shapes()
         try:
             if self._reader is None:
                 raise TransferError("this core reads no gradients")
@@ -233,11 +245,9 @@ class Satellite:
 
     def _copy(self, version: int, offer: BufferOffer) -> None:
         if offer.checksum != self._held:  # else a step that changed nothing
-            parameters = self._replica.weights()
+            parameters = self._replica.weight_shapes()
             memory = pull(self._reader, offer, size_bytes=flat_bytes(parameters), label=f"v{version}")
-            with torch.no_grad():
-                for parameter, value in zip(parameters, unflatten(memory, parameters), strict=True):
-                    parameter.copy_(value)
+            self._replica.load_weights(unflatten(memory, parameters))
             self.counts["pulls"] += 1
         self._held, self.version = offer.checksum, version
 

@@ -125,6 +125,34 @@ class ParallelTrainer:
         self._micro_steps = 0
         self._call("reset_gradients")
 
+    def put_gradients_aside(self) -> None:
+        """As MegatronTrainer's, in every rank."""
+        self._call("put_gradients_aside")
+
+    def take_gradients_back(self) -> None:
+        """As MegatronTrainer's: what was summed since is summed over the copies first, as a member hands it in."""
+        self._call("take_gradients_back")
+
+    def layouts(self) -> list[tuple[Any, Any]]:
+        """Shapes and types of gradient buffers and weights, for each rank of the first copy."""
+        return self._call("layouts")[: self.config.tensor_parallel]
+
+    def stage(self, what: str, path: Path, offsets: Sequence[int]) -> None:
+        """Write "gradients" (summed over the copies) or "weights" into a file of this machine: a part for each rank of
+        a copy, from its offset in bytes on.
+        """
+        self._call(f"stage_{what}", each=[(path, offsets[self._part(rank)]) for rank in range(self.num_ranks)])
+
+    def add_staged_gradients(self, path: Path, offsets: Sequence[int], num_micro_steps: int) -> None:
+        """Add the sums that stand there."""
+        places = [(path, offsets[self._part(rank)], num_micro_steps) for rank in range(self.num_ranks)]
+        self._call("add_staged_gradients", each=places)
+        self._micro_steps += num_micro_steps
+
+    def load_staged_weights(self, path: Path, offsets: Sequence[int]) -> None:
+        """Take the weights that stand there, in every copy. For a trainer that only sums."""
+        self._call("load_staged_weights", each=[(path, offsets[self._part(rank)]) for rank in range(self.num_ranks)])
+
     def logprobs(self, branches: Sequence[TrainingBranch], *, share_prefixes: bool = True) -> list[np.ndarray]:
         """As MegatronTrainer's."""
         return self._call("logprobs", list(branches), share_prefixes)[0]
@@ -209,6 +237,10 @@ class ParallelTrainer:
 
     def _copy(self, rank: int) -> int:
         return rank // self.config.tensor_parallel
+
+    def _part(self, rank: int) -> int:
+        """Which part of the weights a rank holds."""
+        return rank % self.config.tensor_parallel
 
     def _start_rank(self, rank: int) -> None:
         ours, theirs = socket.socketpair()

@@ -1,12 +1,16 @@
 """How SGLang holds a Hugging Face model's weights, and its checksums of them.
 
-Enters: tensors under Hugging Face names, and the engine's own parameter names. Leaves: host tensors as the engine holds
-them, and the checksums that the engine would report. Holds for one rank of dense models whose attention and MLP follow
+Enters: tensors under Hugging Face names, and the engine's own parameter names. Leaves: host tensors as each of the
+engine's ranks holds them, and the checksums that it would report. Holds for dense models whose attention and MLP follow
 the Llama pattern (Qwen2, Qwen3, Llama, Mistral): query, key and value rows are one matrix, gate and up rows another.
+
+Tensor-parallel ranks hold rows of what leads into a layer (heads, gate and up, vocabulary) and columns of what leads
+out of it; norms are whole in each. Key-value heads that are fewer than the ranks are held by several.
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +21,10 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
 }
+_KEY_VALUE = (".k_proj.", ".v_proj.")
+_BY_ROWS = (".q_proj.", ".gate_proj.", ".up_proj.")
+_BY_COLUMNS = (".o_proj.", ".down_proj.")
+_VOCABULARY_MULTIPLE = 64  # SGLang fills the embedding up to it, with zeros
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _HASH_CHUNK_BYTES = 64 * 2**20
 
@@ -25,6 +33,20 @@ _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 _TILE_WORDS = 8192
 _SEED_1 = 0x243F6A88
 _SEED_2 = ((_SEED_1 * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRanks:
+    """How an engine splits its weights.
+
+    Example: EngineRanks(count=2, kv_heads=8)
+    """
+
+    count: int = 1  # tensor-parallel
+    kv_heads: int = 1  # of the model
+
+
+WHOLE = EngineRanks()
 
 
 def host_tensors(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -43,8 +65,11 @@ def host_tensors(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
     return result
 
 
-def engine_tensors(weights: Mapping[str, torch.Tensor], engine_names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The engine's parameters, made of Hugging Face `weights`; raises TransferError unless both sides match exactly.
+def engine_tensors(
+    weights: Mapping[str, torch.Tensor], engine_names: Iterable[str], *, ranks: EngineRanks = WHOLE, rank: int = 0
+) -> dict[str, torch.Tensor]:
+    """A rank's parameters, made of Hugging Face `weights`; raises TransferError unless both sides match exactly, or for
+    weights that cannot be split so.
 
     A tied output head is left out by one side or both: it is the embedding.
     """
@@ -58,13 +83,41 @@ def engine_tensors(weights: Mapping[str, torch.Tensor], engine_names: Iterable[s
         if missing:
             raise TransferError(f"the engine's {name} needs {missing[0]}, which the published weights lack")
         used.update(parts)
-        pieces = [weights[part] for part in parts]
+        pieces = [_shard(part, weights[part], ranks, rank) for part in parts]
         result[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces).contiguous()
     left = sorted(set(weights) - used)
     tied = left == [HEAD] and EMBEDDING in weights and torch.equal(weights[HEAD], weights[EMBEDDING])
     if left and not tied:
         raise TransferError(f"the engine has no place for {', '.join(left[:3])} ({len(left)} tensors)")
     return result
+
+
+def _shard(name: str, tensor: torch.Tensor, ranks: EngineRanks, rank: int) -> torch.Tensor:
+    """A rank's part of a Hugging Face tensor."""
+    if ranks.count == 1:
+        return tensor
+    if name in (HEAD, EMBEDDING):
+        missing = -len(tensor) % _VOCABULARY_MULTIPLE
+        return _chunk(name, torch.nn.functional.pad(tensor, (0, 0, 0, missing)), ranks.count, rank, dim=0)
+    if any(part in name for part in _KEY_VALUE):
+        if ranks.kv_heads % ranks.count and ranks.count % ranks.kv_heads:
+            raise TransferError(f"{ranks.kv_heads} key-value heads and {ranks.count} ranks: neither divides the other")
+        parts = min(ranks.count, ranks.kv_heads)
+        return _chunk(name, tensor, parts, rank * parts // ranks.count, dim=0)
+    if any(part in name for part in _BY_ROWS):
+        return _chunk(name, tensor, ranks.count, rank, dim=0)
+    if any(part in name for part in _BY_COLUMNS) and tensor.ndim == 2:
+        return _chunk(name, tensor, ranks.count, rank, dim=1)
+    if tensor.ndim > 1:
+        raise TransferError(f"it is not known how an engine of {ranks.count} ranks splits {name}")
+    return tensor
+
+
+def _chunk(name: str, tensor: torch.Tensor, parts: int, index: int, *, dim: int) -> torch.Tensor:
+    size = tensor.shape[dim]
+    if size % parts:
+        raise TransferError(f"{name} has {size} rows or columns, which {parts} ranks cannot share")
+    return tensor.narrow(dim, index * (size // parts), size // parts).contiguous()
 
 
 def _parts(engine_name: str) -> tuple[str, ...]:

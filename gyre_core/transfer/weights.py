@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,14 @@ import torch
 
 from gyre_core.config.models import TransferConfig
 from gyre_core.errors import EngineError, GyreError, SetupError, TransferError
-from gyre_core.transfer.layout import device_checksum, engine_tensors, host_checksum, host_tensors, overall_checksum
+from gyre_core.transfer.layout import (
+    EngineRanks,
+    device_checksum,
+    engine_tensors,
+    host_checksum,
+    host_tensors,
+    overall_checksum,
+)
 from gyre_core.transfer.local import remove_stale, staged_weights
 from gyre_core.transfer.mooncake import MooncakeWriter, RemoteMemory, load_mooncake
 
@@ -44,8 +51,8 @@ class WeightTarget(Protocol):
     async def update_weights_from_disk(self, path: str) -> None: ...
     async def weight_version(self) -> int: ...
     async def update_weight_version(self, version: int) -> None: ...
-    async def checksums(self) -> dict[str, str]: ...
-    async def weight_memory(self) -> tuple[str, dict[str, tuple[int, int, int]]]: ...
+    async def checksums(self) -> list[dict[str, str]]: ...
+    async def weight_memory(self, rank: int = 0) -> tuple[str, dict[str, tuple[int, int, int]]]: ...
 
 
 class WeightEngine(Protocol):
@@ -64,6 +71,11 @@ class WeightEngine(Protocol):
     @property
     def remote_weights(self) -> bool:
         """Whether the engine's weight memory takes one-sided writes."""
+        ...
+
+    @property
+    def ranks(self) -> EngineRanks:
+        """How its weights are split."""
         ...
 
     def client(self) -> AbstractAsyncContextManager[WeightTarget]:
@@ -128,7 +140,7 @@ class WeightPublisher:
             config.backend, remote_weights=engine.remote_weights, mooncake_error=mooncake_error
         )
         self._writer: MooncakeWriter | None = None
-        self._served: dict[str, str] | None = None  # checksums of what the engine serves, once known
+        self._served: list[dict[str, str]] | None = None  # by rank, checksums of what the engine serves, once known
         self._lock = asyncio.Lock()
         remove_stale(work_dir)
         logger.info("weights go through %s (%s)", self.backend, self.reason)
@@ -159,8 +171,8 @@ class WeightPublisher:
                 old = self._served or await target.checksums()
             except EngineError as error:
                 raise TransferError(f"version {version} was not published, nothing was changed: {error}") from error
-            prepared = await asyncio.to_thread(engine_tensors, weights, list(old))
-            wanted = {name: await asyncio.to_thread(checksum_of, tensor) for name, tensor in prepared.items()}
+            prepared = await asyncio.to_thread(self._split, weights, old)
+            wanted = await asyncio.to_thread(_checksums, prepared, checksum_of)
             clock.mark("prepare")
             folder = None
             if self.backend == "local":
@@ -178,8 +190,9 @@ class WeightPublisher:
                 clock.mark("write")
                 held = await target.checksums()
                 if held != wanted:
-                    wrong = sorted(name for name in wanted.keys() | held.keys() if wanted.get(name) != held.get(name))
-                    raise TransferError(f"{len(wrong)} of {len(wanted)} parameters arrived changed, {wrong[0]} first")
+                    mine, theirs = _named(wanted), _named(held)
+                    wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+                    raise TransferError(f"{len(wrong)} of {len(mine)} parameters arrived changed, {wrong[0]} first")
                 clock.mark("verify")
                 await target.update_weight_version(version)
                 await target.continue_generation()
@@ -191,15 +204,28 @@ class WeightPublisher:
             version=version,
             backend=self.backend,
             reason=self.reason,
-            size_bytes=sum(tensor.nbytes for tensor in prepared.values()),
-            checksum=overall_checksum(wanted),
+            size_bytes=sum(tensor.nbytes for part in prepared for tensor in part.values()),
+            checksum=overall_checksum(_named(wanted)),
             seconds=time.monotonic() - started,
             paused_s=time.monotonic() - paused,
             phases_s=clock.seconds,
         )
 
-    async def _write_remote(self, target: WeightTarget, prepared: Mapping[str, torch.Tensor]) -> None:
-        session, memory = await target.weight_memory()
+    def _split(
+        self, weights: Mapping[str, torch.Tensor], names: Sequence[Mapping[str, str]]
+    ) -> list[dict[str, torch.Tensor]]:
+        """What each rank of the engine is to hold."""
+        ranks = self._engine.ranks
+        if len(names) != ranks.count:
+            raise TransferError(f"the engine has {len(names)} ranks, engine.tensor_parallel says {ranks.count}")
+        return [engine_tensors(weights, held, ranks=ranks, rank=rank) for rank, held in enumerate(names)]
+
+    async def _write_remote(self, target: WeightTarget, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        for rank, prepared in enumerate(parts):
+            await self._write_rank(target, rank, prepared)
+
+    async def _write_rank(self, target: WeightTarget, rank: int, prepared: Mapping[str, torch.Tensor]) -> None:
+        session, memory = await target.weight_memory(rank)
         if memory.keys() != prepared.keys():
             raise TransferError("the engine's registered memory and its parameters have different names")
         names = list(prepared)
@@ -220,7 +246,7 @@ class WeightPublisher:
             raise
 
     async def _after_failure(
-        self, target: WeightTarget, error: Exception, version: int, old: Mapping[str, str], old_version: int
+        self, target: WeightTarget, error: Exception, version: int, old: Sequence[Mapping[str, str]], old_version: int
     ) -> TransferError:
         """Serve the old weights on if the engine holds them whole, else stop it; returns the error to raise."""
         what = f"version {version} was not published: {error}"
@@ -242,6 +268,19 @@ class WeightPublisher:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _checksums(
+    parts: Sequence[Mapping[str, torch.Tensor]], checksum_of: Callable[[torch.Tensor], str]
+) -> list[dict[str, str]]:
+    return [{name: checksum_of(tensor) for name, tensor in part.items()} for part in parts]
+
+
+def _named(checksums: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Of all ranks in one; an engine of one rank has the plain names."""
+    if len(checksums) == 1:
+        return dict(checksums[0])
+    return {f"rank{rank}.{name}": value for rank, part in enumerate(checksums) for name, value in part.items()}
 
 
 async def _flush(target: WeightTarget) -> None:

@@ -12,9 +12,8 @@ import torch
 from starlette.testclient import TestClient
 
 from gyre_core.cells.app import create_app
-from gyre_core.cells.host import CellHost
 from gyre_core.cells.settings import CellSettings, MembersSettings
-from gyre_core.errors import ConfigError
+from gyre_core.process import free_port
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.megatron.replica import ParallelReplica
 from gyre_core.train.packing import pack_for_training
@@ -95,19 +94,61 @@ def test_parallel_cell_trains_a_run_and_a_lost_rank_is_told(folder: Path) -> Non
         one.close()
 
 
-@pytest.mark.parametrize(
-    "role", [{"members": MembersSettings(secret="s")}, {"core_url": "http://127.0.0.1:1", "core_secret": "s"}]
-)
-def test_parallel_cell_is_refused_beside_others(folder: Path, role: dict[str, Any]) -> None:
-    host = CellHost(settings(folder, **role))
-    with pytest.raises(ConfigError, match=r"several cells need train\.tensor_parallel = 1"):
-        host._build_trainer()
+def test_parallel_cells_share_a_step(folder: Path) -> None:
+    """A core and a satellite of two processes each: the step that one process takes, every group once."""
+    groups = groups_of_step(0, num_groups=8)
+    port = free_port()
+    core = settings(folder, members=MembersSettings(port=port, secret="members"))
+    (folder / "one").mkdir()
+    satellite = settings(
+        folder,
+        cell_id="cell-1",
+        work_dir=folder / "one",
+        core_url=f"http://127.0.0.1:{port}",
+        core_secret="members",
+    )
+    headers = {"authorization": "Bearer control"}
+    with (
+        TestClient(create_app(core), headers=headers) as first,
+        TestClient(create_app(satellite), headers=headers) as second,
+    ):
+        post(second, "/role", json={"to": "train", "epoch": 0})
+        post(first, "/train/open", json={"step": 0, "policy_version": 0})
+        for name, branches in groups.items():
+            post(first, "/train/group", params={"group_id": name}, content=branches_to_ipc(branches))
+        until(lambda: second.get("/status").json()["member"]["micro_steps"] >= 1, timeout_s=60.0)
+        post(first, "/role", json={"to": "train", "epoch": 0})
+        post(first, "/train/seal", json={"num_rollouts": num_rollouts(groups)})
+        while (result := post(first, "/train/finish", json={"wait_s": 20.0})).get("running"):
+            pass
+        post(first, "/checkpoint/save", json={"path": str(folder / "checkpoint"), "extra": {}})
+        post(first, "/checkpoint/finish", json={})
+        account = result["account"]
+        assert sorted(account["groups"]) == sorted(groups)
+        trainers = {session.rpartition("/")[2].partition("#")[0] for session in account["taken"].values()}
+        assert "cell-1" in trainers
+        assert account["stats"]["weight_sum"] == pytest.approx(num_rollouts(groups))
+        post(second, "/role", json={"to": "rollout", "epoch": 1, "policy_version": 1})
+        digests = [post(client, "/train/weights", json={})["weights_digest"] for client in (first, second)]
+        assert digests[0] == digests[1], "the satellite holds the new weights"
+
+    one = MegatronTrainer(folder / "model", TRAIN, seed=0)
+    try:
+        for packed in pack_for_training([branch for part in groups.values() for branch in part], TRAIN):
+            one.micro_step(packed)
+        one.optimizer_step(num_rollouts(groups), TRAIN.learning_rate_at(0))
+        mine = weights_of(one)
+        one.load_checkpoint(folder / "checkpoint")
+        assert relative_difference(weights_of(one), mine) <= 1e-5
+    finally:
+        one.close()
 
 
 def test_parallel_replica_deals_a_micro_step_out_to_all_copies() -> None:
     branches = [branch for part in groups_of_step(0).values() for branch in part]
     for copies in (1, 2, 3):
         trainer: Any = SimpleNamespace(config=TRAIN.model_copy(update={"data_parallel": copies}))
+        trainer.layouts = lambda: []
         parts = ParallelReplica(trainer)._packed(branches)
         assert len(parts) >= copies
         dealt = sorted((key.rollout_id, key.branch) for part in parts for key in part.branches)

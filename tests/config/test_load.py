@@ -91,11 +91,9 @@ def test_load_broken_toml_names_the_file(tmp_path: Path) -> None:
         load_run_config(write_config(tmp_path, "name = "))
 
 
-def test_load_split_trainer_is_for_one_cell(tmp_path: Path) -> None:
-    path = write_config(tmp_path, MINIMAL)
-    assert load_run_config(path, ["train.tensor_parallel=2"]).train.tensor_parallel == 2
-    with pytest.raises(ConfigError, match=r"several cells .* train on one step only with train\.tensor_parallel = 1"):
-        load_run_config(path, ["train.tensor_parallel=2", "scheduler.cells=2"])
+def test_load_split_trainers_are_for_several_cells_too(tmp_path: Path) -> None:
+    config = load_run_config(write_config(tmp_path, MINIMAL), ["train.tensor_parallel=2", "scheduler.cells=2"])
+    assert (config.train.tensor_parallel, config.scheduler.cells) == (2, 2)
 
 
 def test_load_several_errors_are_all_listed(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ class Moves(RuleBasedStateMachine):
         assert not self.running and not self.queued and not self.state.reserved
 
 
-Moves.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Moves.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 TestMoves = Moves.TestCase
 
 

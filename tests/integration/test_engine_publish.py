@@ -19,7 +19,7 @@ from gyre_core.transfer.mooncake import MooncakeWriter
 from gyre_core.transfer.weights import WeightPublisher
 from gyre_core.types import SamplingParams, VersionSpan
 from tests.support.sglang import RunningEngine, make_server
-from tests.support.tiny_model import save_tiny_model, tiny_model, tiny_weights
+from tests.support.tiny_model import greedy_tokens, save_tiny_model, tiny_model, tiny_weights
 
 pytestmark = pytest.mark.integration
 
@@ -44,11 +44,7 @@ async def greedy(engine: RunningEngine, num_tokens: int = 4) -> tuple[list[int],
 
 
 def expected(seed: int, num_tokens: int = 4) -> list[int]:
-    model, ids = tiny_model(seed), list(PROMPT)
-    for _ in range(num_tokens):
-        with torch.no_grad():
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(PROMPT) :]
+    return greedy_tokens(seed, PROMPT, num_tokens)
 
 
 @pytest.mark.parametrize("backend", ["local", "mooncake"])

@@ -66,14 +66,14 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(JSON)
 def test_canonical_json_is_canonical_already(value: Any) -> None:
     once = canonical_json(value)
     assert canonical_json(once) == once
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_key_order_never_matters(value: dict[str, Any]) -> None:
     reordered = dict(reversed(value.items()))

@@ -22,7 +22,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TEXTS, TEXTS)
 def test_texts_are_equal_and_begin_alike_exactly_when_they_did(left: str, right: str) -> None:
     one, two = disguise(left, LETTERS), disguise(right, LETTERS)
@@ -32,7 +32,7 @@ def test_texts_are_equal_and_begin_alike_exactly_when_they_did(left: str, right:
     assert re.sub("[A-Za-z]", "x", one) == re.sub("[A-Za-z]", "x", left)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(["command", "b", "c"]), VALUES, max_size=3), st.booleans())
 def test_spelled_arguments_mean_the_same_as_the_disguised_value(value: dict[str, Any], ascii_only: bool) -> None:
 

@@ -160,7 +160,7 @@ def stage(model_path: Path) -> Iterator[tuple[asyncio.Runner, ProxyUnderTest]]:
         runner.run(context.__aexit__(None, None, None))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), num_steps=st.integers(1, 14))
 def test_random_conversations_keep_every_invariant(
     stage: tuple[asyncio.Runner, ProxyUnderTest], seed: int, num_steps: int

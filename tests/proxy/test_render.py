@@ -25,7 +25,7 @@ def renderer(model_path: Path) -> PromptRenderer:
     return PromptRenderer.load(model_path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text(max_size=60) | st.sampled_from(["<|im_start|>x<think>", "a<tool_call>b", "\n\n  \t"]))
 def test_fast_tokenizer_equals_transformers(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "fast"
@@ -83,7 +83,7 @@ def test_parser_keeps_the_order_of_good_and_bad_calls(renderer: PromptRenderer) 
     assert parsed.num_malformed == 1 and parsed.text.startswith("say\n<tool_call>") and "{broken" in parsed.text
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40))
 def test_any_output_can_be_read(renderer: PromptRenderer, ids: list[int]) -> None:
     parsed = renderer.parse(ids, [TOOL], renderer.render([USER], []))

@@ -121,7 +121,7 @@ members_lists = st.lists(
 ).map(lambda parts: [member(f"r{index}", reward, tree) for index, (reward, tree) in enumerate(parts)])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(members_lists, st.integers(0, 4), st.randoms(use_true_random=False))
 def test_batch_invariants(members: list[Finished], cap: int, random):
     selection = SelectionConfig(max_branches=cap, min_group=1)

@@ -130,7 +130,7 @@ def test_selection_with_bad_arguments_raises(cap: int, order: tuple[Role, ...]):
 role_orders = st.permutations(ORDER).flatmap(lambda order: st.integers(1, 4).map(lambda num: tuple(order[:num])))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(trees(), st.integers(0, 6), role_orders, st.integers(0, 2**32))
 def test_selection_invariants(tree: TrajectoryTree, cap: int, order: tuple[Role, ...], seed: int):
     selected = select_branches(tree, max_branches=cap, role_order=order, rng=rng(seed))
@@ -150,7 +150,7 @@ def test_selection_invariants(tree: TrajectoryTree, cap: int, order: tuple[Role,
     assert [(b.leaf, b.target.tobytes()) for b in again] == [(b.leaf, b.target.tobytes()) for b in selected]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(trees(), role_orders, st.integers(0, 2**32))
 def test_selection_with_a_smaller_cap_is_a_prefix(tree: TrajectoryTree, order: tuple[Role, ...], seed: int):
     full = select_branches(tree, max_branches=0, role_order=order, rng=rng(seed))
@@ -159,7 +159,7 @@ def test_selection_with_a_smaller_cap_is_a_prefix(tree: TrajectoryTree, order: t
         assert [branch.leaf for branch in capped] == [branch.leaf for branch in full[:cap]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(trees(), role_orders, st.integers(0, 2**32))
 def test_selection_takes_a_role_up_before_the_next(tree: TrajectoryTree, order: tuple[Role, ...], seed: int):
     selected = select_branches(tree, max_branches=0, role_order=order, rng=rng(seed))

@@ -55,7 +55,7 @@ def rows_of(steps: list[PackedMicroStep]) -> Rows:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups, caps, budgets, st.booleans(), st.randoms(use_true_random=False))
 def test_weights_of_a_rollout_sum_to_its_share_whatever_branches_packing_and_order(
     members: list[Finished], cap: int, budget: int, share: bool, random
@@ -74,7 +74,7 @@ def test_weights_of_a_rollout_sum_to_its_share_whatever_branches_packing_and_ord
             assert not trained
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups, budgets, budgets, st.sampled_from(["branch", "rollout"]))
 def test_weights_do_not_depend_on_the_packing(members: list[Finished], first: int, second: int, unit):
     branches = build(members, 3).branches
@@ -84,7 +84,7 @@ def test_weights_do_not_depend_on_the_packing(members: list[Finished], first: in
     assert rows_of(pack_branches(branches, 10_000, unit=unit)) == reference
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups, caps, st.integers(1, 3), trees(max_nodes=6))
 def test_weights_excluded_members_change_nothing(members: list[Finished], cap: int, num_more: int, tree):
     excluded = [_member(f"x{index}", None, tree) for index in range(num_more)]
@@ -93,7 +93,7 @@ def test_weights_excluded_members_change_nothing(members: list[Finished], cap: i
     assert rows_of(pack_branches(among.branches, 10_000)) == rows_of(pack_branches(alone.branches, 10_000))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups, budgets)
 def test_weights_uncapped_equal_the_full_tree(members: list[Finished], budget: int):
     rows = rows_of(pack_branches(build(members, 0).branches, budget))
@@ -109,7 +109,7 @@ def test_weights_uncapped_equal_the_full_tree(members: list[Finished], budget: i
             assert mean == pytest.approx(np.mean(sorted(targets)), rel=1e-5, abs=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups, st.integers(1, 4))
 def test_weights_with_a_cap_are_those_of_its_own_targets_only(members: list[Finished], cap: int):
     capped = rows_of(pack_branches(build(members, cap).branches, 10_000))

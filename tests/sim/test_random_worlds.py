@@ -47,7 +47,7 @@ COSTS = st.builds(
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     workload=WORKLOADS,
     costs=COSTS,

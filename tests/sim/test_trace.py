@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gyre_core.sim.trace import Call, TracedRollout, build_trace, fit_engine, start_delays
+from gyre_core.sim.trace import Call, EngineFit, TracedRollout, build_trace, fit_engine, start_delays
+from gyre_core.sim.world import simulate
 from tests.support.runs import small_config
 
 
@@ -75,3 +76,38 @@ def test_trace_counts_what_the_run_itself_took(tmp_path: Path) -> None:
     assert (costs.to_train_s, costs.to_rollout_s, costs.sync_s) == (0.5, 0.0, 0.0), "returns are part of the close"
     assert trace.batches[0][0].rollouts[2].tools_s[0] == pytest.approx(2.0 + 2.0), "started 2 s late, then ran for 2 s"
     assert trace.step_s == (9.0,)
+
+
+def test_a_call_is_as_much_work_as_it_took() -> None:
+    """Beside as many calls as when it was measured it takes as long, whatever the fit says of its tokens."""
+    calls = [call(0.0, 2.5, 10), call(1.0, 4.0, 25), call(10.0, 10.7, 30), call(20.0, 26.0, 20)]
+    fit = EngineFit.of(calls, cells=1)
+    for one in calls:
+        work, constant_s = fit.work(one)
+        seconds = constant_s + work * (fit.alpha_s + fit.beta_s * fit.at_once[one])
+        assert seconds == pytest.approx(one.end_s - one.start_s)
+        assert work >= 0
+    nothing = call(30.0, 30.0, 5)
+    assert fit.work(nothing) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("cells", [1, 3])
+def test_a_run_without_limits_takes_in_its_world_what_it_took(tmp_path: Path, cells: int) -> None:
+    """Three rollouts with slots of their own, one after the other's calls: the step ends when the slowest is graded."""
+    config = small_config(tmp_path, rollout__slots=6, scheduler__cells=cells)
+    rollouts = []
+    for member, lengths in enumerate(((2.0, 1.0), (4.0, 3.5), (1.0, 6.0))):
+        start_s, calls, at_s = 100.0, [], 100.5
+        for seconds in lengths:
+            calls.append(call(at_s, at_s + seconds, round(10 * seconds) + member))
+            at_s += seconds + 0.25
+        name = f"s0000-a-{member}"
+        rollouts.append(replace(rollout(name, start_s, at_s), calls=tuple(calls), reward=1.0, group_id="s0000-a"))
+    stats = {"step_s": 12.0, "rollout_s": 9.0, "train_tail_s": 1.0, "optimizer_s": 0.5, "forward_backward_s": 0.5}
+    record = SimpleNamespace(step=0, stats=stats, micro_steps=((),), extra={})
+    trace = build_trace("r1", config, [record], rollouts)  # type: ignore[list-item]
+    assert trace.scenario.cluster.one_machine == (cells == 3)
+    longest_s = max(one.end_s for one in rollouts) - 100.0
+    result = simulate(trace.scenario, "elastic", source=trace.source)
+    # The tail until the last complete group, the close after training, the optimizer step; no branch was selected.
+    assert result.hours * 3600 == pytest.approx(longest_s + (9.0 - longest_s) + 0.5 + 2.0, abs=0.05)

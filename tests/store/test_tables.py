@@ -39,7 +39,7 @@ def through_parquet(name: str, table: pa.Table) -> pa.Table:
 
 
 @given(parts=st.lists(trajectories(), min_size=0, max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rollouts_any_trajectories_come_back_to_the_bit(parts: list[Trajectory]) -> None:
     rollouts = []
     for number, part in enumerate(parts):

@@ -61,6 +61,11 @@ class CountingReplica:
     def weights(self) -> list[Tensor]:
         return [self.weight]
 
+    def load_weights(self, values: Sequence[Tensor]) -> None:
+        self.weight.copy_(values[0])
+
+    gradient_shapes, weight_shapes = gradients, weights
+
     def step(self) -> dict[str, float]:
         """Divide by nothing, step, clear."""
         self.weight += self.sums

@@ -1,5 +1,6 @@
 """A tiny random Qwen3 in Hugging Face layout, with a tokenizer: real enough for SGLang and transformers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,12 @@ def tiny_weights(seed: int, *, tie: bool = False) -> dict[str, torch.Tensor]:
     """The model's tensors by Hugging Face name, as a trainer exports them (a tied head is left out)."""
     state = tiny_model(seed, tie=tie).state_dict()
     return {name: tensor.clone() for name, tensor in state.items() if not (tie and name == "lm_head.weight")}
+
+
+def greedy_tokens(seed: int, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What the model of this seed samples greedily after a prompt, by transformers; stop tokens do not stop it."""
+    model, ids = tiny_model(seed), list(prompt)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

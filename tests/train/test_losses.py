@@ -176,7 +176,7 @@ def test_policy_loss_on_policy_gradient_is_minus_weight_times_advantage(name) ->
 # -- invariants --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(NAMES), st.integers(0, 10_000), st.integers(1, 3), st.sampled_from([0.0, 0.3]))
 def test_policy_loss_does_not_depend_on_packing_or_order(name, seed, parts, kl_coefficient) -> None:
     rows = random_rows(seed)
@@ -199,7 +199,7 @@ def test_policy_loss_does_not_depend_on_packing_or_order(name, seed, parts, kl_c
     assert sum(piece.kl_sum for piece in pieces) == pytest.approx(whole.kl_sum, rel=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(NAMES), st.integers(0, 10_000))
 def test_policy_loss_zero_advantage_has_zero_loss_and_gradient(name, seed) -> None:
     logprobs, reference, weights, advantages, units = random_rows(seed)
@@ -210,7 +210,7 @@ def test_policy_loss_zero_advantage_has_zero_loss_and_gradient(name, seed) -> No
     assert terms.clipped_tokens == 0 or name == "cispo"  # CISPO counts capped weights, whatever they weigh
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(NAMES), st.integers(0, 10_000))
 def test_policy_loss_weights_scale_the_gradient(name, seed) -> None:
     logprobs, reference, weights, advantages, units = random_rows(seed)

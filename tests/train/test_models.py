@@ -12,6 +12,7 @@ from gyre_core.config.models import TrainConfig
 from gyre_core.errors import ConfigError
 from gyre_core.train.megatron.architecture import check_tensor_parallel, read_hf_config
 from gyre_core.train.megatron.backend import MegatronTrainer
+from gyre_core.train.megatron.hf import to_hf
 from gyre_core.train.packing import pack_branches
 from gyre_core.train.parity import packed_vs_branch_parity
 from tests.support.models import write_model
@@ -84,7 +85,7 @@ def test_model_gradient_equals_transformers(name, written, open_trainer) -> None
     branch = random_branches(3)[0]
     (packed,) = pack_branches([branch], 10_000)
     trainer.micro_step(packed)
-    ours = dict(trainer.export_hf_gradients())
+    ours = dict(to_hf(trainer.gradients().items(), trainer.hf_model))
     tokens = torch.tensor(branch.token_ids, dtype=torch.int64)
     model.zero_grad()
     logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1], -1).gather(-1, tokens[1:, None])[:, 0]

@@ -133,7 +133,7 @@ def test_pack_branches_without_sharing_gives_one_chain_each() -> None:
     assert step.num_tokens == step.num_branch_tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(branch_lists(), st.integers(18, 60), st.booleans(), st.randoms())
 def test_pack_branches_any_branches_keeps_every_invariant_in_any_order(branches, budget, share, random) -> None:
     steps = pack_branches(branches, budget, share_prefixes=share)
@@ -145,7 +145,7 @@ def test_pack_branches_any_branches_keeps_every_invariant_in_any_order(branches,
     assert all(same_step(a, b) for a, b in zip(steps, again, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(branch_lists())
 def test_pack_branches_rollout_unit_never_splits_a_rollout(branches) -> None:
     steps = pack_branches(branches, 200, unit="rollout")

@@ -70,7 +70,7 @@ def test_every_kind_of_call_comes_back() -> None:
     assert_equal(trajectory, trajectory_from_ipc(trajectory_to_ipc(trajectory)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_tree_comes_back_bit_for_bit(data: st.DataObject) -> None:
     tree = TokenTree()

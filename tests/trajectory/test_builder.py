@@ -122,7 +122,7 @@ def test_tail_has_whole_nodes_and_at_least_the_tokens_asked_for() -> None:
     assert word(tree.tail_ids(node, 99)) == "abcde"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=30))
 def test_prompt_only_tree_is_the_trie_of_its_prompts(prompts: list[str]) -> None:
     tree = TokenTree()
@@ -137,7 +137,7 @@ def test_prompt_only_tree_is_the_trie_of_its_prompts(prompts: list[str]) -> None
         assert word(frozen.path_tokens(names[handle.serial])) == prompt
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_mix_of_prompts_and_samples_keeps_paths_and_counts(data: st.DataObject) -> None:
     """Random growth: each path reads as it was made, each sampled token is there once, prompts share what exists."""

@@ -28,7 +28,7 @@ def make_branch(seed: int, length: int, index: int) -> TrainingBranch:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30)), max_size=5))
 def test_branches_round_trip_is_exact(shapes: list[tuple[int, int]]) -> None:
     branches = [make_branch(seed, length, index) for index, (seed, length) in enumerate(shapes)]

@@ -5,6 +5,7 @@ import torch
 
 from gyre_core.errors import TransferError
 from gyre_core.transfer.layout import (
+    EngineRanks,
     device_checksum,
     engine_tensors,
     host_checksum,
@@ -98,6 +99,58 @@ def test_engine_tensors_missing_weight_is_named() -> None:
 def test_engine_tensors_weight_that_the_engine_lacks_is_named() -> None:
     with pytest.raises(TransferError, match=r"no place for model\.layers\.0\.mlp\.gate_proj\.weight"):
         engine_tensors(weights(), NAMES[:2])
+
+
+def numbered(rows: int, columns: int = 4) -> torch.Tensor:
+    return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+
+
+def test_engine_tensors_of_ranks_are_heads_rows_and_columns() -> None:
+    layer = "model.layers.0."
+    full = {
+        "model.embed_tokens.weight": numbered(100),
+        f"{layer}self_attn.q_proj.weight": numbered(8),
+        f"{layer}self_attn.k_proj.weight": numbered(4),
+        f"{layer}self_attn.v_proj.weight": numbered(4) + 100,
+        f"{layer}self_attn.o_proj.weight": numbered(4, 8),
+        f"{layer}self_attn.q_norm.weight": torch.ones(2),
+        f"{layer}mlp.gate_proj.weight": numbered(6),
+        f"{layer}mlp.up_proj.weight": numbered(6) + 100,
+        f"{layer}mlp.down_proj.weight": numbered(4, 6),
+    }
+    names = [
+        "model.embed_tokens.weight",
+        *(f"{layer}self_attn.{name}.weight" for name in ("qkv_proj", "o_proj", "q_norm")),
+        *(f"{layer}mlp.{name}.weight" for name in ("gate_up_proj", "down_proj")),
+    ]
+    held = engine_tensors(full, names, ranks=EngineRanks(count=2, kv_heads=2), rank=1)
+    embedding, qkv, out, norm, gate_up, down = held.values()
+    assert embedding.shape == (64, 4) and embedding[:36].equal(numbered(100)[64:]) and not embedding[36:].any()
+    assert qkv.equal(torch.cat([numbered(8)[4:], numbered(4)[2:], numbered(4)[2:] + 100]))
+    assert out.equal(numbered(4, 8)[:, 4:]) and out.is_contiguous()
+    assert norm.equal(torch.ones(2))
+    assert gate_up.equal(torch.cat([numbered(6)[3:], numbered(6)[3:] + 100]))
+    assert down.equal(numbered(4, 6)[:, 3:])
+    # Four ranks share two key-value heads: ranks 2 and 3 hold the second one.
+    four = EngineRanks(count=4, kv_heads=2)
+    qkv = f"{layer}self_attn.qkv_proj.weight"
+    attention = {
+        name: tensor for name, tensor in full.items() if any(part in name for part in (".q_p", ".k_p", ".v_p"))
+    }
+    for rank, head in enumerate((0, 0, 1, 1)):
+        part = engine_tensors(attention, [qkv], ranks=four, rank=rank)[qkv]
+        keys = numbered(4)[2 * head : 2 * head + 2]
+        assert part.equal(torch.cat([numbered(8)[2 * rank : 2 * rank + 2], keys, keys + 100]))
+
+
+def test_engine_tensors_that_ranks_cannot_share_are_refused() -> None:
+    two = EngineRanks(count=2, kv_heads=2)
+    with pytest.raises(TransferError, match="3 rows or columns, which 2 ranks cannot share"):
+        engine_tensors({"a.q_proj.weight": numbered(3)}, ["a.q_proj.weight"], ranks=two)
+    with pytest.raises(TransferError, match=r"not known how an engine of 2 ranks splits a\.experts\.weight"):
+        engine_tensors({"a.experts.weight": numbered(4)}, ["a.experts.weight"], ranks=two)
+    with pytest.raises(TransferError, match="3 key-value heads and 2 ranks"):
+        engine_tensors({"a.k_proj.weight": numbered(6)}, ["a.k_proj.weight"], ranks=EngineRanks(count=2, kv_heads=3))
 
 
 def test_host_tensors_converts_and_refuses_what_is_not_finite() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from gyre_core.config.models import TransferConfig
 from gyre_core.errors import EngineError, SetupError, TransferError
-from gyre_core.transfer.layout import host_checksum
+from gyre_core.transfer.layout import WHOLE, EngineRanks, engine_tensors, host_checksum
 from gyre_core.transfer.weights import WeightPublisher, choose_backend
 
 NAMES = ("a.weight", "b.weight")
@@ -29,6 +29,7 @@ class DictEngine:
     dtype = "float32"
     device = "cpu"
     remote_weights = False
+    ranks = WHOLE
 
     def __init__(self) -> None:
         self.held = values(0.0)
@@ -87,11 +88,11 @@ class DictEngine:
         self._verb("name")
         self.version = version
 
-    async def checksums(self) -> dict[str, str]:
+    async def checksums(self) -> list[dict[str, str]]:
         self._verb("checksums")
-        return {name: host_checksum(tensor) for name, tensor in self.held.items()}
+        return [{name: host_checksum(tensor) for name, tensor in self.held.items()}]
 
-    async def weight_memory(self) -> tuple[str, dict[str, tuple[int, int, int]]]:
+    async def weight_memory(self, rank: int = 0) -> tuple[str, dict[str, tuple[int, int, int]]]:
         raise EngineError("no memory")
 
     @property
@@ -231,3 +232,46 @@ def test_choose_backend_without_mooncake_says_why(remote: bool, error: str, word
 
 def test_choose_backend_local_does_not_ask_for_mooncake() -> None:
     assert choose_backend("local", remote_weights=True, mooncake_error="")[0] == "local"
+
+
+class SplitEngine(DictEngine):
+    """Two ranks with halves of a layer's weights."""
+
+    ranks = EngineRanks(count=2, kv_heads=2)
+    names = ("model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.o_proj.weight")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = layer(0.0)
+        self.broken_rank: int | None = None
+
+    async def checksums(self) -> list[dict[str, str]]:
+        self._verb("checksums")
+        parts = [engine_tensors(self.held, self.names, ranks=self.ranks, rank=rank) for rank in range(2)]
+        sums = [{name: host_checksum(tensor) for name, tensor in part.items()} for part in parts]
+        if self.broken_rank is not None and float(self.held[self.names[1]].max()) > 0:
+            sums[self.broken_rank][self.names[1]] = "0" * 16
+        return sums
+
+
+def layer(value: float) -> dict[str, torch.Tensor]:
+    prefix = "model.layers.0.self_attn."
+    return {f"{prefix}{name}_proj.weight": torch.full((4, 4), value) for name in "qkvo"}
+
+
+async def test_publish_compares_every_rank(tmp_path: Path) -> None:
+    engine = SplitEngine()
+    report = await WeightPublisher(engine, LOCAL, tmp_path).publish(layer(2.0).items(), 5)
+    assert (engine.version, report.size_bytes) == (5, 4 * 16 * 4)
+    engine.broken_rank = 1
+    with pytest.raises(TransferError, match=r"1 of 4 parameters arrived changed, rank1\..*o_proj"):
+        await WeightPublisher(engine, LOCAL, tmp_path).publish(layer(3.0).items(), 6)
+    assert engine.stopped, "what it holds is not known"
+
+
+async def test_publish_to_an_engine_with_other_ranks_than_configured_changes_nothing(tmp_path: Path) -> None:
+    engine = SplitEngine()
+    engine.ranks = EngineRanks(count=4, kv_heads=2)
+    with pytest.raises(TransferError, match=r"2 ranks, engine\.tensor_parallel says 4"):
+        await WeightPublisher(engine, LOCAL, tmp_path).publish(layer(2.0).items(), 5)
+    assert engine.version == 0 and float(engine.held[engine.names[1]].max()) == 0.0

@@ -40,7 +40,7 @@ from megatron.core.distributed import (  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 
 from gyre_core.train import loss as losses  # noqa: E402
-from gyre_core.train.megatron import architecture, checkpoint, hf, ranks  # noqa: E402
+from gyre_core.train.megatron import architecture, checkpoint, hf, ranks, sums  # noqa: E402
 from gyre_core.train.megatron.difference import different_bits, largest_difference  # noqa: E402
 from gyre_core.train.megatron.model import Forest, TreeGPTModel, forest_of  # noqa: E402
 
@@ -108,6 +108,7 @@ class MegatronTrainer:
         with cpu.cuda_literals():
             self._optimizer: Any = get_megatron_optimizer(optimizer_config, [self._ddp])
         self._prepare_optimizer_state()
+        self.sums = sums.StepSums(self._gradient_buffers())
         self.reset_gradients()
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -208,13 +209,20 @@ class MegatronTrainer:
 
     def add_gradients(self, buffers: Sequence[Tensor], num_micro_steps: int) -> None:
         """Add another replica's sums of `num_micro_steps` micro-steps; ValueError when they are shaped otherwise."""
-        mine = self._gradient_buffers()
-        if [buffer.shape for buffer in mine] != [buffer.shape for buffer in buffers]:
-            raise ValueError("these gradients are of another model or layout")
-        with torch.no_grad():
-            for buffer, other in zip(mine, buffers, strict=True):
-                buffer.add_(other.to(buffer.device))
-        self._micro_steps += num_micro_steps
+        self.sums.add(buffers)
+        self._micro_steps += num_micro_steps if ranks.first_copy() else 0
+
+    def put_gradients_aside(self) -> None:
+        """Micro-steps sum from zero until `take_gradients_back`, as in another replica; ValueError if they do."""
+        if self.sums.aside is not None:
+            raise ValueError("a sum was begun already: end it first")
+        aside, micro_steps = self.sums.copies(), self._micro_steps
+        self.reset_gradients()
+        self.sums.aside, self._micro_steps = aside, micro_steps
+
+    def take_gradients_back(self) -> None:
+        """Add what was summed since to what was put aside, as another replica's; ValueError when nothing was."""
+        self.sums.take_back()
 
     @property
     def accumulated_micro_steps(self) -> int:
@@ -225,6 +233,7 @@ class MegatronTrainer:
         """Forget what the current step accumulated."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
+        self.sums.aside = None
         self._micro_steps = 0
 
     def logprobs(self, branches: Sequence[TrainingBranch], *, share_prefixes: bool = True) -> list[np.ndarray]:
@@ -250,10 +259,6 @@ class MegatronTrainer:
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under Hugging Face names, one tensor at a time, as copies in the model's own dtype."""
         yield from hf.to_hf(self._full_weights(), self.hf_model)
-
-    def export_hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The accumulated, undivided gradients under Hugging Face names, fp32."""
-        yield from hf.to_hf(self.gradients().items(), self.hf_model)
 
     def save_hf(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint folder, with the config and tokenizer of the one that was loaded.

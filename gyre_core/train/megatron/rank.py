@@ -26,9 +26,11 @@ class Rank:
 
     def open(self, hf_path: Path, config: TrainConfig, seed: int) -> None:
         """Load the weights; every rank reads the whole checkpoint and keeps its part."""
+        from gyre_core.train.megatron import ranks, sums
         from gyre_core.train.megatron.backend import MegatronTrainer
 
         self.trainer = MegatronTrainer(hf_path, config, seed)
+        self._sums, self._ranks = sums, ranks  # they import megatron
 
     def micro_steps(self, work: Sequence[tuple[PackedMicroStep, np.ndarray | None]]) -> list[MicroStepStats]:
         return [self.trainer.micro_step(packed, reference) for packed, reference in work]
@@ -57,6 +59,30 @@ class Rank:
 
     def compare_checkpoint(self, folder: Path) -> tuple[Any, int]:
         return self.trainer.compare_checkpoint(folder), self.trainer.step
+
+    def layouts(self) -> tuple[Any, Any]:
+        """Of this rank's gradient buffers and of its weights."""
+        parameters = self._sums.parameters(self.trainer.model)
+        return self._sums.layout_of(self.trainer.gradient_buffers()), self._sums.layout_of(parameters)
+
+    def stage_gradients(self, place: tuple[Path, int]) -> None:
+        """Write this rank's sums, over all copies, into a staging file."""
+        whole = self.trainer.sums.whole()
+        if self._ranks.first_copy():
+            self._sums.stage(whole, *place)
+
+    def add_staged_gradients(self, place: tuple[Path, int, int]) -> None:
+        path, offset, num_micro_steps = place
+        others = self._sums.staged(self.trainer.gradient_buffers(), path, offset)
+        self.trainer.add_gradients(others, num_micro_steps)
+
+    def stage_weights(self, place: tuple[Path, int]) -> None:
+        if self._ranks.first_copy():
+            self._sums.stage(self._sums.parameters(self.trainer.model), *place)
+
+    def load_staged_weights(self, place: tuple[Path, int]) -> None:
+        values = self._sums.staged(self._sums.parameters(self.trainer.model), *place)
+        self._sums.load_parameters(self.trainer.model, values)
 
     def find(self, name: str) -> Callable[..., Any]:
         """What answers a call: a method here, else the trainer's own."""

@@ -5,6 +5,8 @@ weights and compute different ones. Every function here is a collective of all r
 it, in the same order. With one process nothing is sent.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -52,6 +54,21 @@ def full_gradient(name: str, gradient: Tensor) -> Tensor:
     if tensor_ranks() > 1 and name.endswith(_PARTIAL_GRADIENTS):
         dist.all_reduce(gradient, group=tensor_group())
     return full_tensor(name, gradient)
+
+
+def first_copy() -> bool:
+    """Whether this process belongs to the first of the data-parallel copies."""
+    return parallel_state.get_data_parallel_rank() == 0
+
+
+def sum_over_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors summed over the data-parallel ranks, as copies; with one copy the tensors themselves."""
+    if parallel_state.get_data_parallel_world_size() == 1:
+        return list(tensors)
+    sums = [tensor.clone() for tensor in tensors]
+    for tensor in sums:
+        dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
+    return sums
 
 
 def all_agree(fine: bool, device: torch.device) -> bool:
