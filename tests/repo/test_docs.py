@@ -1,6 +1,7 @@
 """The documentation: pages made from code are those of this code, every page is in the navigation, commands exist."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -91,3 +92,13 @@ def test_links_out_of_the_site_become_names() -> None:
     assert hooks.on_page_markdown(text) == (
         "see the file (`infra/prefect.yaml`), README (`README.md`) and [cells](elastic.md#faults)"
     )
+
+
+def test_the_quickstarts_own_problem_is_one(tmp_path: Path) -> None:
+    """The page's commands make a problem that `gyre problems check --run-solution` accepts."""
+    (block,) = code_blocks(DOCS / "quickstart.md", "sh")
+    subprocess.run(["bash", "-eu", "-c", block], cwd=tmp_path, check=True)
+    command = [sys.executable, "-m", "gyre_core.cli", "problems", "check", "my-problems", "--run-solution"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "find-kiwi: solution 1, untouched below 1" in done.stdout
