@@ -99,6 +99,8 @@ def cell_settings(
             transfer=config.transfer,
             kv_store=kv_store,
             emulate=config.emulate,
+            nodes=config.scheduler.nodes_per_cell,
+            nodes_port=config.scheduler.nodes_port + index if config.scheduler.nodes_per_cell > 1 else 0,
             tracing=tracing_settings(config, folder),
             policy_version=policy_version if index == 0 else 0,
             checkpoint=checkpoint if index == 0 else None,

@@ -46,6 +46,8 @@ class CellSettings(Section):
     core_secret: str = ""  # bearer token of that queue
     core_channel: Literal["local", "mooncake"] = "local"  # of weights and gradients: the core's
     emulate: EmulationConfig | None = None  # engine and trainer take the time of a cost model
+    nodes: int = 1  # machines that share the trainer; the further ones run `gyre cell-node`
+    nodes_port: int = 0  # where they come, on `host`; their key is in the environment (gyre_core/nodes.py)
     tracing: TracingSettings | None = None
     policy_version: int = 0  # version of the first weights
     checkpoint: LaxPath | None = None  # resume: the trainer starts from it, and publishes it before serving

@@ -24,6 +24,7 @@ from gyre_core.cells.settings import CellSettings
 from gyre_core.cells.steps import LocalSteps, StepDesk
 from gyre_core.cells.traced import TracedReplica
 from gyre_core.errors import GyreError
+from gyre_core.nodes import NodeHub, node_key
 from gyre_core.tracing.spans import Tracing
 from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.megatron.replica import MegatronReplica, ParallelReplica
@@ -54,6 +55,7 @@ class CellTrainer(ABC):
         self._version = settings.policy_version
         self._trainer: MegatronTrainer | ParallelTrainer | None = None
         self._hub: MemberHub | None = None
+        self._nodes: NodeHub | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._lock = asyncio.Lock()
         self._pause = threading.Event()
@@ -336,6 +338,8 @@ class CellTrainer(ABC):
 
     def _build_trainer(self) -> None:
         settings = self.settings
+        if settings.nodes > 1:
+            self._nodes = NodeHub(settings.host, settings.nodes_port, node_key(), count=settings.nodes)
         trainer = self._trainer = self._open_trainer()
         if settings.checkpoint is not None:
             trainer.load_checkpoint(settings.checkpoint)
@@ -366,7 +370,8 @@ class CellTrainer(ABC):
         self.desk = StepDesk(source, trainer, QueueRules.of(settings.train), self._set_version)
 
     def _open_trainer(self) -> MegatronTrainer | ParallelTrainer:
-        return open_trainer(self.settings.model_path, self.settings.train, seed=self.settings.seed)
+        settings = self.settings
+        return open_trainer(settings.model_path, settings.train, seed=settings.seed, nodes=self._nodes)
 
     async def _close_trainer(self) -> None:
         if self.member is not None:
@@ -380,6 +385,8 @@ class CellTrainer(ABC):
             await self._on_trainer_thread(self._trainer.close)
         if isinstance(self._replica, ParallelReplica):
             self._replica.close()
+        if self._nodes is not None:
+            self._nodes.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.tracing.close)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from gyre_core.cli import cell_node as further_node
 from gyre_core.cli import deploy as deployment
 from gyre_core.cli import simulate as simulation
 from gyre_core.cli import trace as traces
@@ -41,6 +42,7 @@ simulation.register(app)
 deployment.register(app)
 team.register(app)
 traces.register(app)
+further_node.register(app)
 problems_app = typer.Typer(
     help="Problems: check what a run would train on, convert other layouts.", no_args_is_help=True
 )

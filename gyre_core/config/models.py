@@ -233,6 +233,8 @@ class SchedulerConfig(Section):
     staleness: Annotated[int, Field(ge=0, le=16)] = 0  # k = phi + mu - 1: versions between dispatch and training
     heartbeat_s: Seconds = 2.0  # between two looks at each cell
     dead_after_s: Seconds = 20.0  # a cell that does not answer for so long is killed and started again
+    nodes_per_cell: Annotated[int, Field(ge=1, le=64)] = 1  # machines that share a cell's trainer (docs/cluster.md)
+    nodes_port: Annotated[int, Field(ge=1, le=65000)] = 8300  # where the further nodes of cell 0 come; cell i: + i
     work_pool: str | None = None  # Prefect pool whose workers start the cells; None: this process does
     hosts: tuple[str, ...] = Field(default=(), strict=False)  # with a work_pool: each cell's machine, cell 0 first
 
@@ -376,6 +378,12 @@ class RunConfig(Section):
         if self.scheduler.hosts and self.engine.kv_store != "none":
             raise ValueError(
                 'engine.kv_store must be "none" with scheduler.hosts: its master listens on this machine alone so far'
+            )
+        ranks, nodes = self.train.tensor_parallel * self.train.data_parallel, self.scheduler.nodes_per_cell
+        if ranks % nodes:
+            raise ValueError(
+                f"the {ranks} processes of a cell's trainer (train.tensor_parallel x data_parallel) are not shared "
+                f"evenly by scheduler.nodes_per_cell = {nodes}: change one of them"
             )
         if self.scheduler.cells > rollout.slots:
             raise ValueError(

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gyre_core.config.models import TrainConfig
-from gyre_core.errors import TrainError
-from gyre_core.process import WATCH_FLAG
+from gyre_core.errors import ConfigError, TrainError
+from gyre_core.nodes import NodeHub, handshake
+from gyre_core.process import WATCH_FLAG, free_port, new_secret
 from gyre_core.train.checkpoint_manifest import SavedCheckpoint
 from gyre_core.train.packing import PackedMicroStep
 from gyre_core.train.stats import MicroStepStats, StateDifference, StepStats
@@ -45,10 +47,14 @@ _AFTER_ERROR_S = 60.0
 _END_S = 10.0
 
 
-def open_trainer(hf_path: Path, config: TrainConfig, seed: int = 0) -> "MegatronTrainer | ParallelTrainer":
-    """A trainer in this process, or with train.tensor_parallel or data_parallel above 1 one of several processes."""
+def open_trainer(
+    hf_path: Path, config: TrainConfig, seed: int = 0, *, nodes: NodeHub | None = None
+) -> "MegatronTrainer | ParallelTrainer":
+    """A trainer in this process, or with train.tensor_parallel or data_parallel above 1 one of several processes, which
+    `nodes` share evenly.
+    """
     if config.tensor_parallel * config.data_parallel > 1:
-        return ParallelTrainer(hf_path, config, seed)
+        return ParallelTrainer(hf_path, config, seed, nodes=nodes)
     from gyre_core.train.megatron.backend import MegatronTrainer
 
     return MegatronTrainer(hf_path, config, seed)
@@ -60,8 +66,11 @@ class ParallelTrainer:
     Example: ParallelTrainer(Path("policy"), TrainConfig(tensor_parallel=2, threads=1)).micro_step(packed)
     """
 
-    def __init__(self, hf_path: Path, config: TrainConfig, seed: int = 0) -> None:
-        """Raises what a rank's MegatronTrainer raises (ConfigError for a model that cannot be split or trained)."""
+    def __init__(self, hf_path: Path, config: TrainConfig, seed: int = 0, *, nodes: NodeHub | None = None) -> None:
+        """Raises what a rank's MegatronTrainer raises (ConfigError for a model that cannot be split or trained).
+
+        With `nodes` the ranks are shared out among machines that see the same files; torchrun starts them on each.
+        """
         self.config = config
         self.hf_path = hf_path
         self.step = 0
@@ -71,9 +80,13 @@ class ParallelTrainer:
         self._folder = tempfile.TemporaryDirectory(prefix="gyre-trainer-")
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._nodes = nodes if nodes is not None and nodes.count > 1 else None
         try:
-            for rank in range(self.num_ranks):
-                self._start_rank(rank)
+            if self._nodes is not None:
+                self._start_nodes(self._nodes)
+            else:
+                for rank in range(self.num_ranks):
+                    self._start_rank(rank)
             threads = config.threads or max(1, (os.cpu_count() or 1) // self.num_ranks)
             self._call("open", hf_path, config.model_copy(update={"threads": threads}), seed, timeout_s=_START_S)
         except BaseException:
@@ -141,16 +154,29 @@ class ParallelTrainer:
         """Write "gradients" (summed over the copies) or "weights" into a file of this machine: a part for each rank of
         a copy, from its offset in bytes on.
         """
+        if self._nodes is not None:  # the others do not see this machine's memory
+            parts = self._call("flat", what)[: self.config.tensor_parallel]
+            _write(path, [part.data for part in parts], offsets)
+            return
         self._call(f"stage_{what}", each=[(path, offsets[self._part(rank)]) for rank in range(self.num_ranks)])
 
     def add_staged_gradients(self, path: Path, offsets: Sequence[int], num_micro_steps: int) -> None:
         """Add the sums that stand there."""
-        places = [(path, offsets[self._part(rank)], num_micro_steps) for rank in range(self.num_ranks)]
-        self._call("add_staged_gradients", each=places)
+        if self._nodes is not None:
+            parts = _read(path, offsets)
+            given = [(parts[self._part(rank)], num_micro_steps) for rank in range(self.num_ranks)]
+            self._call("add_flat_gradients", each=given)
+        else:
+            places = [(path, offsets[self._part(rank)], num_micro_steps) for rank in range(self.num_ranks)]
+            self._call("add_staged_gradients", each=places)
         self._micro_steps += num_micro_steps
 
     def load_staged_weights(self, path: Path, offsets: Sequence[int]) -> None:
         """Take the weights that stand there, in every copy. For a trainer that only sums."""
+        if self._nodes is not None:
+            parts = _read(path, offsets)
+            self._call("load_flat_weights", each=[parts[self._part(rank)] for rank in range(self.num_ranks)])
+            return
         self._call("load_staged_weights", each=[(path, offsets[self._part(rank)]) for rank in range(self.num_ranks)])
 
     def logprobs(self, branches: Sequence[TrainingBranch], *, share_prefixes: bool = True) -> list[np.ndarray]:
@@ -226,6 +252,8 @@ class ParallelTrainer:
         self._broken = self._broken or "it is closed"
         for connection in self._connections:
             connection.close()  # a rank ends when its socket does
+        if self._nodes is not None:
+            self._nodes.stop("trainer")
         for process in self._processes:
             try:
                 process.wait(_END_S)
@@ -241,6 +269,47 @@ class ParallelTrainer:
     def _part(self, rank: int) -> int:
         """Which part of the weights a rank holds."""
         return rank % self.config.tensor_parallel
+
+    def _start_nodes(self, nodes: NodeHub) -> None:
+        """torchrun on every node; each rank comes to a socket of this process."""
+        if self.num_ranks % nodes.count:
+            raise ConfigError(
+                f"{self.num_ranks} processes (train.tensor_parallel x train.data_parallel) are not shared evenly by "
+                f"{nodes.count} nodes"
+            )
+        nodes.wait(_START_S)
+        key = new_secret()
+        master = free_port()
+        with socket.create_server((nodes.host, 0), backlog=self.num_ranks) as listener:
+            address = f"{nodes.host}:{listener.getsockname()[1]}"
+
+            def command(node: int) -> list[str]:
+                torchrun = ["{python}", "-m", "torch.distributed.run", "--nnodes", str(nodes.count)]
+                torchrun += ["--node-rank", str(node), "--nproc-per-node", str(self.num_ranks // nodes.count)]
+                torchrun += ["--master-addr", nodes.host, "--master-port", str(master)]
+                return [*torchrun, "-m", "gyre_core.train.megatron.rank", "--connect", address]
+
+            environment = {"GYRE_TRAINER_KEY": key, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+            if nodes.host.startswith("127."):
+                environment["GLOO_SOCKET_IFNAME"] = "lo"
+            nodes.run("trainer", command, environment)
+            own = [word.replace("{python}", sys.executable) for word in command(0)]
+            kept = {name: value for name, value in os.environ.items() if name != WATCH_FLAG}
+            self._processes.append(subprocess.Popen(own, env=kept | environment, stdin=subprocess.DEVNULL))
+            ranks: dict[int, Connection] = {}
+            listener.settimeout(1.0)
+            deadline = time.monotonic() + _START_S
+            while len(ranks) < self.num_ranks:
+                with contextlib.suppress(TimeoutError, AuthenticationError, EOFError):
+                    client, _ = listener.accept()
+                    connection = handshake(client, key.encode(), deliver_first=True)
+                    ranks[int(connection.recv())] = connection
+                if self._processes[0].poll() is not None or time.monotonic() > deadline:
+                    raise TrainError(
+                        f"{len(ranks)} of {self.num_ranks} trainer processes came to {address}: see the logs of the "
+                        f"cell and of its nodes ({'; '.join(nodes.ended.values()) or 'no node reports an end'})"
+                    )
+        self._connections = [ranks[rank] for rank in sorted(ranks)]
 
     def _start_rank(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -302,3 +371,17 @@ class ParallelTrainer:
             with contextlib.suppress(TrainError):
                 self.reset_gradients()
         raise errors[0]
+
+
+def _write(path: Path, parts: Sequence[Any], offsets: Sequence[int]) -> None:
+    """Bytes into a staging file, each part from its offset on."""
+    with path.open("r+b") as file:
+        for part, offset in zip(parts, offsets, strict=True):
+            file.seek(offset)
+            file.write(part)
+
+
+def _read(path: Path, offsets: Sequence[int]) -> list[np.ndarray]:
+    """The parts of a staging file."""
+    whole = np.fromfile(path, np.uint8)
+    return [whole[begin:end] for begin, end in zip(offsets, [*offsets[1:], len(whole)], strict=True)]

@@ -96,6 +96,14 @@ def test_load_split_trainers_are_for_several_cells_too(tmp_path: Path) -> None:
     assert (config.train.tensor_parallel, config.scheduler.cells) == (2, 2)
 
 
+def test_load_nodes_share_a_trainers_processes_evenly(tmp_path: Path) -> None:
+    path = write_config(tmp_path, MINIMAL)
+    both = ["train.tensor_parallel=2", "scheduler.nodes_per_cell=2"]
+    assert load_run_config(path, both).scheduler.nodes_per_cell == 2
+    with pytest.raises(ConfigError, match=r"not shared evenly by scheduler\.nodes_per_cell = 2"):
+        load_run_config(path, ["scheduler.nodes_per_cell=2"])
+
+
 def test_load_several_errors_are_all_listed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_run_config(write_config(tmp_path, MINIMAL), ["train.steps=-1", "seed=-5", "bogus=1"])

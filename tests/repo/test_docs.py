@@ -101,4 +101,4 @@ def test_the_quickstarts_own_problem_is_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gyre_core.cli", "problems", "check", "my-problems", "--run-solution"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "find-kiwi: solution 1, untouched below 1" in done.stdout
+    assert "find-elbow: solution 1, untouched below 1" in done.stdout

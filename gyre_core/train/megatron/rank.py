@@ -1,11 +1,14 @@
-"""`python -m gyre_core.train.megatron.rank FD`: one process of a ParallelTrainer.
+"""`python -m gyre_core.train.megatron.rank FD | --connect HOST:PORT`: one process of a ParallelTrainer.
 
-Enters: calls as (name, arguments) on an inherited socket. Leaves: ("answer", value) or ("error", exception) for each.
+Enters: calls as (name, arguments) on an inherited socket, or on one that is opened to the driver (torchrun starts those
+on several machines). Leaves: ("answer", value) or ("error", exception) for each.
 Ends when the socket does. A call that fails leaves the process ready for the next one.
 """
 
 import contextlib
+import os
 import pickle
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -16,6 +19,7 @@ import numpy as np
 
 from gyre_core.config.models import TrainConfig
 from gyre_core.errors import TrainError
+from gyre_core.nodes import handshake
 from gyre_core.train.checkpoint_manifest import SavedCheckpoint
 from gyre_core.train.packing import PackedMicroStep
 from gyre_core.train.stats import MicroStepStats
@@ -84,6 +88,19 @@ class Rank:
         values = self._sums.staged(self._sums.parameters(self.trainer.model), *place)
         self._sums.load_parameters(self.trainer.model, values)
 
+    def flat(self, what: str) -> np.ndarray:
+        """ "gradients" (over all copies) or "weights" of this rank as bytes, for a driver on another machine."""
+        tensors = self.trainer.sums.whole() if what == "gradients" else self._sums.parameters(self.trainer.model)
+        return self._sums.flat(tensors).numpy() if self._ranks.first_copy() else np.empty(0, np.uint8)
+
+    def add_flat_gradients(self, given: tuple[np.ndarray, int]) -> None:
+        data, num_micro_steps = given
+        self.trainer.add_gradients(self._sums.unflat(data, self.trainer.gradient_buffers()), num_micro_steps)
+
+    def load_flat_weights(self, data: np.ndarray) -> None:
+        model = self.trainer.model
+        self._sums.load_parameters(model, self._sums.unflat(data, self._sums.parameters(model)))
+
     def find(self, name: str) -> Callable[..., Any]:
         """What answers a call: a method here, else the trainer's own."""
         return getattr(self, name, None) or getattr(self.trainer, name)
@@ -114,5 +131,14 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
+def connect(address: str) -> Connection:
+    """To the driver, perhaps on another machine; it is told which rank this is (torchrun's RANK)."""
+    host, _, port = address.rpartition(":")
+    key = os.environ.pop("GYRE_TRAINER_KEY").encode()
+    connection = handshake(socket.create_connection((host, int(port)), timeout=60.0), key, deliver_first=False)
+    connection.send(int(os.environ["RANK"]))
+    return connection
+
+
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    serve(connect(sys.argv[2]) if sys.argv[1] == "--connect" else Connection(int(sys.argv[1])))

@@ -87,6 +87,19 @@ def stage(tensors: Sequence[Tensor], path: Path, offset: int) -> None:
     flatten(tensors, memory)
 
 
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as bytes, one after the other: [size_bytes] uint8 on the host."""
+    tensors = list(tensors)
+    memory = torch.empty(flat_bytes(tensors), dtype=torch.uint8)
+    flatten(tensors, memory)
+    return memory
+
+
+def unflat(data: np.ndarray, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse, shaped as `like`."""
+    return unflatten(torch.from_numpy(data.copy()), list(like))
+
+
 def staged(like: Sequence[Tensor], path: Path, offset: int) -> list[Tensor]:
     """Copies of the tensors that stand there."""
     like = list(like)
