@@ -4,8 +4,9 @@
                         run("trainer", argv of each node)                  starts it, says when it ended
                         stop("trainer")                                    ends it
 
-Enters: command lines in which `{python}` is each machine's own interpreter. Leaves: processes. Invariants: an agent
-without its hub runs nothing; a program is started once for each `run`, whatever reconnects; no message is a pickle.
+Enters: command lines and variables in which `{python}` is each machine's own interpreter, `{host}` its address. Leaves:
+processes. Invariants: an agent without its hub runs nothing; a program is started once for each `run`, whatever
+reconnects; no message is a pickle.
 Both sides prove the key to each other (HMAC, multiprocessing's handshake); nothing is encrypted: for a cluster's own
 network.
 """
@@ -172,6 +173,7 @@ class NodeAgent:
         self._address = (host, port)
         self._key = key.encode()
         self._logs = logs
+        self._host = ""  # this machine's address, as the hub sees it
         self._running: dict[str, tuple[str, ChildProcess]] = {}  # name -> key and process
         self._told: set[str] = set()  # keys whose end was told
         self.stop = threading.Event()
@@ -182,6 +184,7 @@ class NodeAgent:
             while not self.stop.is_set():
                 try:
                     client = socket.create_connection(self._address, timeout=HANDSHAKE_S)
+                    self._host = str(client.getsockname()[0])
                     connection = handshake(client, self._key, deliver_first=False)
                 except AuthenticationError as error:
                     raise ConfigError(f"the cell at {self._address[0]} has another {KEY_VARIABLE}") from error
@@ -214,15 +217,23 @@ class NodeAgent:
                 self._running.pop(name)[1].stop(grace_s=5.0)
         for name, program in wanted.items():
             if name not in self._running:
-                argv = [word.replace("{python}", sys.executable) for word in program["argv"]]
+                own = {"{python}": sys.executable, "{host}": self._host}
+                argv = [_filled(word, own) for word in program["argv"]]
+                env = {key: _filled(value, own) for key, value in program["env"].items()}
                 log = self._logs / f"node-{self._node}-{name}.log"
                 logger.info("node %d: starting %s (log %s)", self._node, program["key"], log)
-                process = ChildProcess(f"{name} of node {self._node}", argv, log_path=log, env=program["env"])
+                process = ChildProcess(f"{name} of node {self._node}", argv, log_path=log, env=env)
                 self._running[name] = (program["key"], process)
 
     def _end_all(self) -> None:
         while self._running:
             self._running.popitem()[1][1].stop(grace_s=5.0)
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
 
 
 def node_key() -> str:

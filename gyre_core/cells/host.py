@@ -68,6 +68,7 @@ class CellHost(CellTrainer):
         """Boot the engine and build the trainer side by side; returns seconds by phase."""
         started = time.monotonic()
         settings = self.settings
+        self._open_nodes()
         if settings.engine is None:
             await self._on_trainer_thread(self._build_trainer)
             self.status = self.status.moved(CellState.ROLLOUT)
@@ -308,6 +309,7 @@ class CellHost(CellTrainer):
             kv_store=settings.kv_store,
             host=settings.host,
             otlp_endpoint=settings.tracing.collector if settings.tracing is not None else None,
+            nodes=self._nodes,
         )
         self._engine.start()
         self._memory_released = False

@@ -336,10 +336,13 @@ class CellTrainer(ABC):
     async def _on_trainer_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _build_trainer(self) -> None:
+    def _open_nodes(self) -> None:
         settings = self.settings
         if settings.nodes > 1:
             self._nodes = NodeHub(settings.host, settings.nodes_port, node_key(), count=settings.nodes)
+
+    def _build_trainer(self) -> None:
+        settings = self.settings
         trainer = self._trainer = self._open_trainer()
         if settings.checkpoint is not None:
             trainer.load_checkpoint(settings.checkpoint)

@@ -263,6 +263,7 @@ class EngineConfig(Section):
     call_timeout_s: Seconds = 600.0  # of one model call
     threads: Annotated[int, Field(ge=1)] = 1  # OMP threads
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # devices of its machine that share one copy of the weights
+    nodes: Annotated[int, Field(ge=1, le=64)] = 1  # machines of the cell that share it: 1, or all of them
     # Keys and values that the engines of a run share, so that a call that moves to another engine computes little anew.
     kv_store: Literal["none", "mooncake"] = "none"
     kv_store_bytes: Annotated[int, Field(ge=16 * 2**20)] = 2**30  # host memory that each engine lends to the store
@@ -384,6 +385,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"the {ranks} processes of a cell's trainer (train.tensor_parallel x data_parallel) are not shared "
                 f"evenly by scheduler.nodes_per_cell = {nodes}: change one of them"
+            )
+        if self.engine.nodes not in (1, nodes) or self.engine.tensor_parallel % self.engine.nodes:
+            raise ValueError(
+                f"engine.nodes ({self.engine.nodes}) must be 1 or scheduler.nodes_per_cell ({nodes}), and divide "
+                f"engine.tensor_parallel ({self.engine.tensor_parallel})"
             )
         if self.scheduler.cells > rollout.slots:
             raise ValueError(

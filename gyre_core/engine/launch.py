@@ -161,11 +161,14 @@ def launch_command(
     kv_store: str | None = None,
     host: str = "127.0.0.1",
     otlp_endpoint: str | None = None,
+    meeting: str = "",
+    node: int = 0,
 ) -> list[str]:
     """The server's command line. `memory_port` opens the weights' memory to one-sided writes; None leaves them closed.
 
     `kv_store` (host:port of a Mooncake master) shares keys and values with the other engines there.
     `otlp_endpoint` (a collector's URL) lets the server add its own spans to the traces of the calls that it gets.
+    `meeting` (host:port) is where the ranks of `config.nodes` machines meet, `node` which of them the command is for.
     `slots` bounds the running calls, so that the router's count and the engine's agree. The prefix cache stays on.
     """
     command = [str(install.python), "-P", str(SERVE)]
@@ -184,6 +187,8 @@ def launch_command(
         command += ["--device", "cuda", "--enable-memory-saver"]  # the KV pool's memory is the trainer's meanwhile
     if config.tensor_parallel > 1:
         command += ["--tp-size", str(config.tensor_parallel)]
+    if config.nodes > 1:
+        command += ["--nnodes", str(config.nodes), "--node-rank", str(node), "--dist-init-addr", meeting]
     if memory_port is not None:
         command += ["--remote-instance-weight-loader-start-seed-via-transfer-engine"]
         command += ["--engine-info-bootstrap-port", str(memory_port)]
@@ -243,7 +248,7 @@ def launch_environment(install: EngineInstall, config: EngineConfig, *, api_key:
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        if config.tensor_parallel > 1:
+        if config.tensor_parallel > 1:  # it counts all ranks, those of other machines too
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(config.tensor_parallel)
     return environment
 

@@ -30,6 +30,7 @@ from gyre_core.engine.launch import (
 )
 from gyre_core.engine.sglang_client import SGLangClient
 from gyre_core.errors import EngineError
+from gyre_core.nodes import NodeHub
 from gyre_core.process import ChildProcess, free_port, new_secret
 from gyre_core.transfer.layout import WHOLE, EngineRanks
 
@@ -79,12 +80,13 @@ class SGLangServer:
         kv_store: str | None = None,
         host: str = "127.0.0.1",
         otlp_endpoint: str | None = None,
+        nodes: NodeHub | None = None,
     ) -> None:
         """`port` 0 takes a free one, `host` is the address on which it is reached. `remote_weights` opens the weights'
         memory to Mooncake where it loads.
 
         `kv_store` is the address of a KvStore (engine/kv_store.py), or None; `otlp_endpoint` that of a collector that
-        gets the server's own spans. Raises SetupError when there is nothing to
+        gets the server's own spans, `nodes` the cell's further machines. Raises SetupError when there is nothing to
         serve with, ConfigError for a KV store without Mooncake, EngineError for a model folder that is none.
         """
         self.config = config
@@ -98,6 +100,7 @@ class SGLangServer:
             check_kv_store(self.install)
         self.kv_store = kv_store
         self.otlp_endpoint = otlp_endpoint
+        self.nodes = nodes
         self.remote_weights = remote_weights and self.install.mooncake
         self.slots = slots
         self.api_key = new_secret()  # what requests must bring: `client` does
@@ -166,6 +169,30 @@ class SGLangServer:
             raise EngineError(f"the engine at {self.url} is running already")
         self.port = self._fixed_port or free_port()
         self._memory_port = free_port() if self.remote_weights else None
+        meeting = f"{self.host}:{free_port()}" if self.config.nodes > 1 else ""
+        environment = launch_environment(self.install, self.config, api_key=self.api_key)
+        if self.config.nodes > 1:
+            if self.nodes is None or self.nodes.count != self.config.nodes:
+                raise EngineError(f"engine.nodes is {self.config.nodes}, but the cell has no such number of machines")
+            if self.host.startswith("127."):
+                environment = {**environment, "GLOO_SOCKET_IFNAME": "lo"}
+            # A further node serves nothing, but its weights' memory is reached at its own address.
+            theirs = {**environment, "SGLANG_HOST_IP": "{host}"}
+            port = free_port()
+            self.nodes.run(
+                "engine", lambda node: ["{python}", *self._guarded(meeting, node, host="{host}", port=port)], theirs
+            )
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self._child = ChildProcess(
+            "engine",
+            [sys.executable, *self._guarded(meeting)],
+            log_path=self.log_path,
+            env=environment,
+        )
+        logger.info("engine starting at %s (pid %d, log %s)", self.url, self._child.pid, self.log_path)
+
+    def _guarded(self, meeting: str, node: int = 0, *, host: str = "", port: int = 0) -> list[str]:
+        """The guard's arguments and the server's command line for a machine of the cell."""
         command = launch_command(
             self.install,
             self.config,
@@ -174,20 +201,15 @@ class SGLangServer:
             slots=self.slots,
             seed=self._seed,
             policy_version=self.policy_version,
-            port=self.port,
+            port=port or self.port,
             memory_port=self._memory_port,
             kv_store=self.kv_store,
-            host=self.host,
+            host=host or self.host,
             otlp_endpoint=self.otlp_endpoint,
+            meeting=meeting,
+            node=node,
         )
-        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        self._child = ChildProcess(
-            "engine",
-            [sys.executable, "-I", "-S", str(GUARD), *command],
-            log_path=self.log_path,
-            env=launch_environment(self.install, self.config, api_key=self.api_key),
-        )
-        logger.info("engine starting at %s (pid %d, log %s)", self.url, self._child.pid, self.log_path)
+        return ["-I", "-S", str(GUARD), *command]
 
     def wait_ready(self, timeout_s: float | None = None) -> float:
         """Wait until the server answers; returns the seconds that it took from here.
@@ -215,6 +237,8 @@ class SGLangServer:
         """Kill the server and all its processes; returns when they are gone. Calls in flight are lost."""
         if self._child is not None:
             self._child.stop(grace_s=STOP_GRACE_S)
+        if self.nodes is not None and self.config.nodes > 1:
+            self.nodes.stop("engine")
 
     def __enter__(self) -> "SGLangServer":
         self.start()

@@ -102,6 +102,10 @@ def test_load_nodes_share_a_trainers_processes_evenly(tmp_path: Path) -> None:
     assert load_run_config(path, both).scheduler.nodes_per_cell == 2
     with pytest.raises(ConfigError, match=r"not shared evenly by scheduler\.nodes_per_cell = 2"):
         load_run_config(path, ["scheduler.nodes_per_cell=2"])
+    engine = ["engine.nodes=2", "engine.tensor_parallel=4"]
+    assert load_run_config(path, [*both, *engine]).engine.nodes == 2
+    with pytest.raises(ConfigError, match=r"engine\.nodes \(2\) must be 1 or scheduler\.nodes_per_cell \(1\)"):
+        load_run_config(path, engine)
 
 
 def test_load_several_errors_are_all_listed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""A real SGLang server of two tensor-parallel ranks: each gets its part of the weights, verified, by both back ends."""
+"""A real SGLang server of two ranks, on one machine and on two: each gets its part of the weights, verified."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +9,10 @@ import pytest
 
 from gyre_core.config.models import EngineConfig, TransferConfig
 from gyre_core.engine.sglang import SGLangServer
+from gyre_core.nodes import NodeHub
 from gyre_core.transfer.weights import WeightPublisher
 from gyre_core.types import SamplingParams
+from tests.support.nodes import running_agent
 from tests.support.tiny_model import CONTEXT_LENGTH, greedy_tokens, save_tiny_model, tiny_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -17,17 +20,24 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 PROMPT = [(5 * i) % 250 for i in range(30)]
 
 
-@pytest.fixture(scope="module")
-def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one machine", "two machines"])
+def split_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     folder = tmp_path_factory.mktemp("ranks")
-    with SGLangServer(
-        EngineConfig(max_total_tokens=4096, tensor_parallel=2),
-        save_tiny_model(folder / "model"),
-        context_length=CONTEXT_LENGTH,
-        slots=4,
-        log_path=folder / "engine.log",
-    ) as server:
-        yield server
+    with contextlib.ExitStack() as stack:
+        nodes = None
+        if request.param == 2:
+            nodes = stack.enter_context(NodeHub("127.0.0.1", 0, "key-of-the-cell", count=2))
+            stack.enter_context(running_agent(nodes, folder, key="key-of-the-cell"))
+        yield stack.enter_context(
+            SGLangServer(
+                EngineConfig(max_total_tokens=4096, tensor_parallel=2, nodes=request.param),
+                save_tiny_model(folder / "model"),
+                context_length=CONTEXT_LENGTH,
+                slots=4,
+                log_path=folder / "engine.log",
+                nodes=nodes,
+            )
+        )
 
 
 async def greedy(server: SGLangServer) -> list[int]:

@@ -2,8 +2,6 @@
 
 import contextlib
 import socket
-import threading
-from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from pathlib import Path
 
@@ -18,24 +16,12 @@ from gyre_core.train.megatron.backend import MegatronTrainer
 from gyre_core.train.megatron.replica import MegatronReplica, ParallelReplica
 from gyre_core.train.parallel import ParallelTrainer
 from tests.support.members import until
+from tests.support.nodes import running_agent
 from tests.support.satellites import groups_of_step, num_rollouts
 from tests.support.training import write_tiny_qwen3
 
 KEY = "key-of-the-cell"
 SLEEPER = "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(60)"
-
-
-@contextlib.contextmanager
-def running_agent(hub: NodeHub, folder: Path, node: int = 1) -> Iterator[NodeAgent]:
-    agent = NodeAgent(node, hub.host, hub.port, KEY, folder)
-    thread = threading.Thread(target=agent.run, daemon=True)
-    thread.start()
-    try:
-        yield agent
-    finally:
-        agent.stop.set()
-        thread.join(20.0)
-        assert not thread.is_alive()
 
 
 def sleepers(marker: Path) -> list[psutil.Process]:
@@ -52,7 +38,7 @@ def test_nodes_run_what_the_first_one_says_once(tmp_path: Path) -> None:
     command = ["{python}", "-c", SLEEPER, str(marker)]
     with NodeHub("127.0.0.1", 0, KEY, count=2) as hub:
         hub.run("sleeper", lambda node: command)  # before the node is there
-        with running_agent(hub, tmp_path):
+        with running_agent(hub, tmp_path, key=KEY):
             hub.wait(10.0)
             until(lambda: marker.exists() and marker.read_text() == "x")
             hub.run("other", lambda node: ["{python}", "-c", "raise SystemExit(3)"])
@@ -73,7 +59,7 @@ def test_nodes_with_another_key_or_number_are_not_taken(tmp_path: Path) -> None:
     with NodeHub("127.0.0.1", 0, KEY, count=2) as hub:
         with pytest.raises(ConfigError, match="another GYRE_NODE_KEY"):
             NodeAgent(1, hub.host, hub.port, "another", tmp_path).run()
-        with running_agent(hub, tmp_path, node=2), pytest.raises(GyreError, match=r"node\(s\) \[1\]"):
+        with running_agent(hub, tmp_path, key=KEY, node=2), pytest.raises(GyreError, match=r"node\(s\) \[1\]"):
             hub.wait(1.5)
         with pytest.raises((AuthenticationError, OSError, EOFError)):
             client = socket.create_connection((hub.host, hub.port), timeout=5.0)
@@ -87,7 +73,7 @@ def test_trainer_on_two_nodes_is_one_trainer_and_a_lost_node_breaks_it(tmp_path:
     before = torch.get_num_threads()
     settings = {"loss": "grpo", "clip_low": 0.9, "clip_high": 9.0, "learning_rate": 1e-3, "threads": 1}
     groups = groups_of_step(0, num_groups=3)
-    with NodeHub("127.0.0.1", 0, KEY, count=2) as hub, running_agent(hub, tmp_path):
+    with NodeHub("127.0.0.1", 0, KEY, count=2) as hub, running_agent(hub, tmp_path, key=KEY):
         several = ParallelTrainer(tmp_path / "model", TrainConfig(**settings, tensor_parallel=2), nodes=hub)
         one = MegatronTrainer(tmp_path / "model", TrainConfig(**settings))
         replica = ParallelReplica(several)
