@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 PROMPT = [(5 * i) % 250 for i in range(30)]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one machine", "two machines"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="one machine", marks=pytest.mark.slow), pytest.param(2, id="two machines")],
+)
 def split_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     folder = tmp_path_factory.mktemp("ranks")
     with contextlib.ExitStack() as stack:

@@ -55,6 +55,7 @@ def test_emulated_run_moves_cells_and_trains_every_target_once(emulated_run: Pat
     assert moved.count("train") >= 2  # the core at least, in each step
 
 
+@pytest.mark.slow
 def test_a_run_played_again_does_what_it_did(emulated_run: Path, tmp_path: Path) -> None:
     result = bench_trace(emulated_run, "tiny", policies=["colocate"], folder=tmp_path)
     row = result["policies"]["colocate"]
