@@ -129,7 +129,8 @@ class Tracing:
         flush = threading.Thread(target=provider.force_flush, name="trace flush", daemon=True)
         flush.start()
         flush.join(FLUSH_S)
-        exporter.shutdown()
+        if flush.is_alive():
+            exporter.shutdown()
         provider.shutdown()
 
     def __enter__(self) -> "Tracing":
