@@ -65,7 +65,8 @@ class NodeHub:
         self._changed = threading.Condition()
         self._closed = False
         self.ended: dict[str, str] = {}  # program's key -> what a node said of its end
-        threading.Thread(target=self._accept, name="nodes", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="nodes", daemon=True)
+        self._accepting.start()
 
     def wait(self, timeout_s: float) -> None:
         """Until every node is there; raises GyreError with those that are not."""
@@ -103,7 +104,10 @@ class NodeHub:
             for connection in self._nodes.values():
                 _cut(connection)
             self._nodes.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # closed alone it would go on listening while a thread accepts
         self._socket.close()
+        self._accepting.join(HANDSHAKE_S)
 
     def __enter__(self) -> "NodeHub":
         return self
@@ -192,8 +196,10 @@ class NodeAgent:
                     logger.info("node %d: no hub at %s:%d yet: %s", self._node, *self._address, error)
                     self.stop.wait(RETRY_S)
                     continue
-                with contextlib.suppress(OSError, EOFError):
+                try:
                     self._follow(connection)
+                except (OSError, EOFError) as error:  # the hub is gone, or a program cannot be started
+                    logger.warning("node %d: %s", self._node, error or type(error).__name__)
                 connection.close()
                 self._end_all()
                 self.stop.wait(RETRY_S)
@@ -228,6 +234,7 @@ class NodeAgent:
     def _end_all(self) -> None:
         while self._running:
             self._running.popitem()[1][1].stop(grace_s=5.0)
+        self._told.clear()  # a hub that was started again counts its keys from 1 again
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
@@ -254,7 +261,7 @@ def handshake(client: socket.socket, key: bytes, *, deliver_first: bool) -> Conn
     """A connection whose two sides know the key; raises AuthenticationError (an OSError is the network's)."""
     client.settimeout(None)
     connection = Connection(client.detach())
-    watch = threading.Timer(HANDSHAKE_S, connection.close)  # a stranger who says nothing
+    watch = threading.Timer(HANDSHAKE_S, _cut, (connection,))  # a stranger who says nothing
     watch.start()
     try:
         for step in (deliver_challenge, answer_challenge) if deliver_first else (answer_challenge, deliver_challenge):

@@ -63,6 +63,7 @@ def open_run(
             f"run {run_id}: {len(problems)} training and {len(heldout)} held-out problems, {sandbox.backend}; "
             + (f"resuming after step {policy_version}" if resume else "starting engine, trainer and proxy")
         )
+        metrics = stack.enter_context(MetricsWriter(folder.path, sinks=metric_sinks(config, folder)))
         services = stack.enter_context(
             running_services(config, folder, policy_version=policy_version, checkpoint=checkpoint)
         )
@@ -80,7 +81,7 @@ def open_run(
             progress=progress,
             reporter=reporter,
             scheduling=scheduling,
-            metrics=stack.enter_context(MetricsWriter(folder.path, sinks=metric_sinks(config, folder))),
+            metrics=metrics,
             tracing=stack.enter_context(Tracing(tracing_settings(config, folder), "flow")),
             policy_version=policy_version,
         )

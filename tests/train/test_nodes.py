@@ -66,6 +66,23 @@ def test_nodes_with_another_key_or_number_are_not_taken(tmp_path: Path) -> None:
             handshake(client, b"another", deliver_first=False)
 
 
+def test_nodes_stranger_who_says_nothing_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gyre_core.nodes.HANDSHAKE_S", 0.3)
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises((OSError, EOFError)):
+        handshake(ours, KEY.encode(), deliver_first=True)
+
+
+def test_nodes_tell_a_new_hub_of_an_end_with_the_old_ones_key(tmp_path: Path) -> None:
+    with NodeHub("127.0.0.1", 0, KEY, count=2) as hub, running_agent(hub, tmp_path, key=KEY):
+        hub.run("short", lambda node: ["{python}", "-c", "raise SystemExit(3)"])
+        until(lambda: hub.ended.get("short-1") == "node 1: exit code 3")
+        hub.close()
+        with NodeHub("127.0.0.1", hub.port, KEY, count=2) as again:
+            again.run("short", lambda node: ["{python}", "-c", "raise SystemExit(4)"])
+            until(lambda: again.ended.get("short-1") == "node 1: exit code 4")
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(280)
 def test_trainer_on_two_nodes_is_one_trainer_and_a_lost_node_breaks_it(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class Rank:
         self._sums.load_parameters(self.trainer.model, values)
 
     def flat(self, what: str) -> np.ndarray:
-        """ "gradients" (over all copies) or "weights" of this rank as bytes, for a driver on another machine."""
+        """This rank's "gradients" (over all copies) or "weights" as bytes, for a driver on another machine."""
         tensors = self.trainer.sums.whole() if what == "gradients" else self._sums.parameters(self.trainer.model)
         return self._sums.flat(tensors).numpy() if self._ranks.first_copy() else np.empty(0, np.uint8)
 
